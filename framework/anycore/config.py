@@ -1,0 +1,143 @@
+"""All settings, once: frozen data classes whose fields become the CLI flags, the YAML keys and the Python arguments.
+
+`ModelConfig` describes one served model, `ServerConfig` the server around them. None means "not set": what fills it
+in (the model, the backend, the memory plan) is recorded by `engine/settle.py`, never rewritten here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from anycore.contract.declare import DTYPES
+from anycore.errors import ConfigError
+
+ENVIRONMENT = {
+    "ANYCORE_CACHE": "folder for fetched models and caches (default: ~/.cache/anycore)",
+    "ANYCORE_API_KEY": "key that requests must carry, as --api-key (several: comma-separated)",
+    "ANYCORE_USE_MODELSCOPE": "1: plain ids are ModelScope ids, not Hugging Face hub ids",
+    "ANYCORE_PLUGINS": "comma-separated distribution names of plugins to load; empty: the built-in ones only",
+    "ANYCORE_PLUGIN_SECONDS": "time limit for loading one plugin (default: 10)",
+    "ANYCORE_LOG": "log level: debug, info (default), warning, error",
+    "HF_TOKEN": "token for gated Hugging Face models, read by huggingface_hub",
+}
+"""Every environment variable anycore reads, with its meaning; the docs print this table."""
+
+
+def setting(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
+    """Declare a field: its default, its help text, further flag spellings and, where it has them, its choices."""
+    metadata = {"help": help, "flags": flags, "choices": choices}
+    if isinstance(default, (list, dict)):
+        raise TypeError("use a tuple: settings are immutable")
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Settings of one model's engine."""
+
+    model: str = setting("", "folder, GGUF file, hub id, modelscope:ID or pkg:NAME")
+    served_model_name: tuple[str, ...] = setting((), "names clients may use (default: the model as given)")
+    task: str = setting("auto", "what the model is served for", choices=("auto", "generate", "embed", "rerank"))
+    backend: str = setting("auto", "backend to run on; auto takes the best one that supports the model")
+    device: int = setting(0, "index of the backend's device")
+    dtype: str = setting("auto", "weight and activation type", choices=("auto", *DTYPES))
+    max_model_len: int | None = setting(None, "longest sequence in tokens, prompt and output (default: the model's, or what memory allows)")
+    max_num_seqs: int | None = setting(None, "sequences that run at once (default: 256, fewer if memory is short)")
+    max_num_batched_tokens: int | None = setting(None, "token budget of one step (default: 2048, at least the longest input where prompts cannot be split)")
+    block_size: int | None = setting(None, "tokens per KV block (default: the backend's)")
+    memory_utilization: float | None = setting(None, "share of the device's memory for this process, above 0, at most 1 (default: the backend's)", flags=("--gpu-memory-utilization", "--device-memory-utilization"))
+    kv_cache_memory: int | None = setting(None, "bytes for the KV cache, such as 512MiB or 4GiB; overrides the share", flags=("--kv-cache-memory-bytes",))
+    enable_prefix_caching: bool = setting(True, "share blocks of equal prefixes between requests")
+    scheduling_policy: str = setting("fcfs", "order of waiting requests", choices=("fcfs", "priority", "short-first"))
+    max_queued: int = setting(1024, "sequences that may wait; more are refused with 429", flags=("--max-num-queued-reqs",))
+    request_timeout: float | None = setting(None, "seconds from arrival until a request is given up (default: none)")
+    seed: int = setting(0, "seed for requests without one is drawn from this and a counter when not 0")
+    chat_template: str | None = setting(None, "file with a Jinja chat template to use instead of the model's")
+    generation_config: str = setting("auto", "auto: defaults from the model's generation_config.json; none: OpenAI's", choices=("auto", "none", "vllm"))
+    override_generation_config: str | None = setting(None, "JSON object of sampling defaults that beat the model's file")
+    pooling: str | None = setting(None, "pooling of an embedder, against its files", choices=("cls", "mean", "max", "last"))
+    trust_remote_code: bool = setting(False, "always refused: anycore runs no code from checkpoints")
+    revision: str | None = setting(None, "branch, tag or commit of a hub id")
+    allow_cpu_fallback: bool = setting(False, "use the CPU when the asked-for backend cannot be opened")
+    enforce_finite: bool = setting(True, "check outputs for NaN and infinity and fail the request")
+    threads: int | None = setting(None, "threads the backend's host code may use (default: the cores this process may use)")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag(name)} must be at least 1, not {value}", param=name)
+        share = self.memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(
+                f"--memory-utilization is a share of the device's memory: above 0 and at most 1, not {share}",
+                param="memory_utilization",
+            )
+        if self.max_queued < 0:
+            raise ConfigError(f"--max-queued must be 0 or more, not {self.max_queued}", param="max_queued")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ConfigError(f"--request-timeout must be above 0, not {self.request_timeout}", param="request_timeout")
+        if self.trust_remote_code:
+            raise ConfigError(
+                "--trust-remote-code is refused: anycore never runs code that a checkpoint carries. "
+                "Architectures come from plugins (hook register_models).",
+                param="trust_remote_code",
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names clients may use, the first one being the canonical one."""
+        return self.served_model_name or (self.model,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Settings of the HTTP server around one or several models."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: int = setting(8000, "port to listen on; 0 takes a free one and prints it")
+    api_key: tuple[str, ...] = setting((), "keys that requests must carry (better: ANYCORE_API_KEY or --api-key-file, which do not show in ps)")
+    api_key_file: str | None = setting(None, "file with one key a line")
+    max_body_size: int = setting(32 * 2**20, "largest request body in bytes")
+    shutdown_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
+    strict: bool = setting(False, "refuse to start where a setting had to be adjusted; refuse unknown request fields")
+    log_prompts: bool = setting(False, "write prompts and outputs to the log")
+    allow_request_template: bool = setting(False, "accept a chat_template in requests (templates are programs)")
+    log_level: str = setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, not {self.port}", param="port")
+        if self.max_body_size < 1024:
+            raise ConfigError(f"--max-body-size must be at least 1024 bytes, not {self.max_body_size}", param="max_body_size")
+        if self.shutdown_timeout < 0:
+            raise ConfigError(f"--shutdown-timeout must be 0 or more, not {self.shutdown_timeout}", param="shutdown_timeout")
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def check_choices(config: Any) -> None:
+    """Raise ConfigError for a field whose value is not among its choices."""
+    for item in fields(config):
+        choices = item.metadata["choices"]
+        value = getattr(config, item.name)
+        if choices and value is not None and value not in choices:
+            raise ConfigError(f"{flag(item.name)} must be one of {', '.join(choices)}, not {value!r}", param=item.name)
+
+
+def default_of(item: Field[Any]) -> Any:
+    return None if item.default is MISSING else item.default
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Folder for fetched models, created on first use by whoever writes there."""
+    return Path(environ.get("ANYCORE_CACHE") or Path.home() / ".cache" / "anycore")

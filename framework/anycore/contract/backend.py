@@ -1,0 +1,121 @@
+"""A live backend: a device, its memory and its operations. Subclass, override what you can do better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.declare import DTYPES
+from anycore.contract.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Shape of a paged KV cache. One block holds `block_size` tokens of every layer."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    dtype: str  # a name from DTYPES
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers: 2 * layers * kv_heads * head_dim * element size."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * DTYPES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes a running engine will never exceed; what a backend may capture or reserve for."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int  # 0 when there is no KV cache
+    blocks: int  # 0 when there is no KV cache
+
+
+@dataclass
+class Peak:
+    """Highest memory use seen inside a `Memory.peak()` block, above the use at its start, in bytes."""
+
+    bytes: int = 0
+
+
+class Memory:
+    """The device's memory. All sizes in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def total(self) -> int:
+        """Bytes this process could ever use (a container's limit counts, not the host's)."""
+        raise NotImplementedError
+
+    def free(self) -> int:
+        """Bytes that can be allocated now, with what other processes hold already taken off."""
+        raise NotImplementedError
+
+    @contextmanager
+    def peak(self) -> Iterator[Peak]:
+        """Measure the highest use inside the block. The default knows nothing and reports 0."""
+        yield Peak()
+
+    def block_bytes(self, kv: KVSpec) -> int:
+        """Bytes one block takes over all layers, padding of the backend's layout included."""
+        return kv.bytes_per_token * kv.block_size
+
+    def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
+        """Return one opaque handle a layer. Block 0 is scratch: rows that belong to nobody are stored there.
+
+        The default handle is a tensor [2, blocks, block_size, kv_heads, head_dim] (K, then V).
+        """
+        shape = (2, blocks, kv.block_size, kv.kv_heads, kv.head_dim)
+        dtype = getattr(torch, kv.dtype)
+        return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(kv.layers)]
+
+    def upload(self, host: Tensor) -> Tensor:
+        """Copy a host tensor to the device. May return before the copy ends; `host` must not be written again."""
+        return host.to(self.device, non_blocking=True)
+
+
+@dataclass
+class StepOutput:
+    """What a step leaves on the device: samples when it sampled, else the wanted hidden rows."""
+
+    rows: Tensor  # [R, H] hidden states of `batch.output_rows`, after the final norm
+    samples: Samples | None = None
+
+
+StepFn = Callable[[Batch, "Sampling | None"], StepOutput]
+"""One whole step: embedding, layers, output rows and, if `Sampling` is given, logits and sampling."""
+
+
+class Backend:
+    """A device that is open. The defaults make any torch device right, not fast."""
+
+    name: str
+    collective: str | None = None  # torch.distributed backend for several ranks: "nccl", "hccl", "gloo"
+    overlap = False  # True: launches return early, so the engine prepares step n + 1 while step n runs
+
+    def __init__(self, device: torch.device, memory: Memory, ops: Ops) -> None:
+        self.device = device
+        self.memory = memory
+        self.ops = ops
+
+    def optimize(self, step: StepFn, limits: Limits) -> StepFn:
+        """Return a faster function that gives equal results (a captured graph, say). Default: `step` itself."""
+        return step
+
+    def synchronize(self) -> None:
+        """Wait until everything launched has finished."""
+
+    def close(self) -> None:
+        """Give back what `open` took. Called once."""

@@ -1,0 +1,113 @@
+"""The operations a model is made of. Each has a plain-torch default, which is the meaning of "correct".
+
+T rows in the step, H hidden size, Hq/Hkv query and KV heads, D head size, V vocabulary, R output rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anycore.contract import reference, sampling
+from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.weights import Weight
+
+
+class Ops:
+    """Default operations for any torch device. A backend overrides what it can do faster."""
+
+    def plan(self, batch: Batch) -> Any:
+        """Prepare masks, workspaces or split counts once a step, before the forward; kept in `batch.plan`."""
+        return None
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Store each k, v row at `batch.slots`, then let row t of request i attend.
+
+        It attends to that request's tokens 0 … position(t) if `batch.causal`, otherwise to all of its rows in this
+        batch. With `window` W, only the last W of those positions count (itself included). If `cache` is None there
+        is no history and nothing is stored.
+
+        Shapes: q and result [T, Hq, D]; k, v [T, Hkv, D]. Scores are `scale * q·k`, with `softcap` c bounded to
+        `c * tanh(score / c)`; softmax in float32.
+        """
+        if cache is None:
+            return reference.packed_attention(q, k, v, batch, scale, window, softcap)
+        reference.store(k, v, cache, batch)
+        return reference.paged_attention(q, cache, batch, scale, window, softcap)
+
+    def pack(self, weight: Weight) -> Any:
+        """Turn a weight [O, I] into the handle `linear` takes. Called once at load; `weight` may then be freed."""
+        return weight.data
+
+    def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
+        """[.., I] → [.., O]."""
+        return F.linear(x, handle, bias)
+
+    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
+        """[T] int64, [V, H] → [T, H]."""
+        return F.embedding(ids, table)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return (norm(x + residual) * weight, x + residual). `weight` [H] is float32, the mean is taken in float32.
+
+        Root mean square layer normalisation: Zhang and Sennrich, 2019.
+        """
+        if residual is not None:
+            x = x + residual
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return (normed * weight).to(x.dtype), x
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (layer_norm(x + residual), x + residual). `weight` and `bias` [H] are float32."""
+        if residual is not None:
+            x = x + residual
+        return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype), x
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate q [T, Hq, D] and k [T, Hkv, D] by cos, sin [T, D/2] float32; halves are paired, as in Hugging Face."""
+        return reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
+
+    def gated(self, x: Tensor, kind: str) -> Tensor:
+        """act(first half) * second half: [.., 2I] → [.., I]. `kind` is one of `activation`'s."""
+        gate, up = x.chunk(2, dim=-1)
+        return self.activation(gate, kind) * up
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        """Elementwise: "silu", "relu", "gelu" (exact) or "gelu_tanh"."""
+        if kind == "silu":
+            return F.silu(x)
+        if kind == "gelu":
+            return F.gelu(x)
+        if kind == "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        if kind == "relu":
+            return F.relu(x)
+        raise ValueError(f"activation {kind!r} is not one of silu, gelu, gelu_tanh, relu")
+
+    def sample(self, logits: Tensor, params: Sampling) -> Samples:
+        """Choose one id a row from logits [R, V] float32, which may be overwritten."""
+        return sampling.sample(logits, params)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks; identity when alone."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Concatenate the last dimension over ranks; identity when alone."""
+        return x

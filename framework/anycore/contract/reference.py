@@ -1,0 +1,82 @@
+"""Attention and rotation in plain torch: slow, short, and what every kernel is compared with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anycore.contract.batch import Batch
+
+
+def store(k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> None:
+    """Write rows k, v [T, Hkv, D] at `batch.slots` of a cache [2, blocks, block_size, Hkv, D]."""
+    keys, values = cache.flatten(1, 2).unbind(0)
+    keys.index_copy_(0, batch.slots, k.to(cache.dtype))
+    values.index_copy_(0, batch.slots, v.to(cache.dtype))
+
+
+def paged_attention(
+    q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attend to what the cache [2, blocks, block_size, Hkv, D] holds for each request. q, result: [T, Hq, D]."""
+    out = torch.empty_like(q)
+    keys, values = cache.unbind(0)
+    assert batch.block_tables is not None
+    for i, (start, rows) in enumerate(zip(batch.query_starts, batch.query_lens)):
+        length = batch.seq_lens[i]
+        blocks = batch.block_tables[i, : -(-length // batch.block_size)].long()
+        k = keys[blocks].flatten(0, 1)[:length]
+        v = values[blocks].flatten(0, 1)[:length]
+        out[start : start + rows] = attend(q[start : start + rows], k, v, scale, batch.causal, window, softcap)
+    return out
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Attend within each request's own rows; there is no history. q, result: [T, Hq, D]; k, v: [T, Hkv, D]."""
+    out = torch.empty_like(q)
+    for start, rows in zip(batch.query_starts, batch.query_lens):
+        here = slice(start, start + rows)
+        out[here] = attend(q[here], k[here], v[here], scale, batch.causal, window, softcap)
+    return out
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None, softcap: float | None
+) -> Tensor:
+    """One request: q [Q, Hq, D] are the last Q of the L positions in k, v [L, Hkv, D]. Returns [Q, Hq, D]."""
+    rows, heads, dim = q.shape
+    length, kv_heads, _ = k.shape
+    group = heads // kv_heads
+    grouped = q.float().view(rows, kv_heads, group, dim)
+    scores = torch.einsum("qhgd,lhd->hgql", grouped, k.float()) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    mask = visible(rows, length, causal, window, q.device)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    out = torch.einsum("hgql,lhd->qhgd", scores.softmax(-1), v.float())
+    return out.reshape(rows, heads, dim).to(q.dtype)
+
+
+def visible(rows: int, length: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """[Q, L] bool: which positions each of the last Q rows may see.
+
+    Without `causal`, a window W reaches W - 1 positions to either side, as in Hugging Face's bidirectional masks.
+    """
+    query = torch.arange(length - rows, length, device=device)[:, None]
+    key = torch.arange(length, device=device)[None, :]
+    mask = key <= query if causal else torch.ones(rows, length, dtype=torch.bool, device=device)
+    if window is not None:
+        mask = mask & (query - key < window) & (key - query < window)
+    return mask
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x[d], x[d + D/2]) of x [T, heads, D] by angles given as cos, sin [T, D/2] float32.
+
+    Rotary position embedding: Su et al., 2021.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

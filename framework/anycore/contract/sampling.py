@@ -1,0 +1,100 @@
+"""Sampling in plain torch: the default of `Ops.sample`.
+
+Order, the same as in Hugging Face transformers: penalties, bias and bans, temperature, top-k, top-p, min-p, draw.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anycore.contract.batch import Penalties, Samples, Sampling
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them only overflows."""
+
+
+def sample(logits: Tensor, params: Sampling) -> Samples:
+    """Choose one id a row from logits [R, V] float32 (overwritten). The draw depends on the row alone."""
+    finite = row_is_finite(logits)
+    raw = torch.log_softmax(logits, dim=-1) if params.logprobs is not None else None
+    adjust(logits, params)
+    ids = logits.argmax(-1) if params.all_greedy else draw(logits, params)
+    samples = Samples(ids=ids, finite=finite)
+    if raw is not None and params.logprobs is not None:
+        samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs = report(raw, ids, params.logprobs)
+    return samples
+
+
+def row_is_finite(logits: Tensor) -> Tensor:
+    """[R] bool: False where a row holds NaN or +inf, or nothing but -inf."""
+    return torch.isfinite(logits.max(dim=-1).values)
+
+
+def adjust(logits: Tensor, params: Sampling) -> None:
+    """Apply penalties, bias and bans in place."""
+    if params.penalties is not None:
+        logits[params.penalties.rows] = penalised(logits[params.penalties.rows], params.penalties)
+    if params.bias is not None:
+        rows, ids, values = params.bias
+        logits.index_put_((rows, ids), values, accumulate=True)
+    if params.banned is not None:
+        logits.index_put_(params.banned, torch.tensor(float("-inf"), device=logits.device))
+
+
+def penalised(logits: Tensor, p: Penalties) -> Tensor:
+    """[K, V] → [K, V]. Repetition divides positive and multiplies negative logits (Keskar et al., 2019, as in
+    transformers) of ids in prompt or output; presence and frequency count generated ids only (OpenAI's formula).
+    """
+    factor = p.repetition[:, None]
+    repeated = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(p.seen, repeated, logits)
+    logits = logits - p.frequency[:, None] * p.output_counts
+    return logits - p.presence[:, None] * (p.output_counts > 0)
+
+
+def draw(logits: Tensor, params: Sampling) -> Tensor:
+    """[R, V] → [R]: inverse of the cumulative distribution at `uniforms`, or the maximum where greedy."""
+    greedy = params.temperature < GREEDY_BELOW
+    best = logits.argmax(-1)
+    scaled = logits / torch.where(greedy, 1.0, params.temperature)[:, None]
+    probs = filtered(scaled, params).double()
+    edges = probs.cumsum(-1)
+    # The draw is strictly below the total, so the id found has a probability above 0.
+    target = params.uniforms * edges[:, -1]
+    ids = torch.searchsorted(edges, target[:, None], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    # Rounding may leave the draw on a dead tail (probability 0): fall back to the most likely id.
+    alive = probs.gather(1, ids[:, None])[:, 0] > 0
+    return torch.where(greedy | ~alive, best, ids)
+
+
+def filtered(scaled: Tensor, params: Sampling) -> Tensor:
+    """[R, V] scaled logits → [R, V] probabilities that are 0 for what top-k, top-p and min-p leave out.
+
+    At least one id always stays. A top-p of 0 keeps the most likely id alone.
+    """
+    if params.top_k is not None or params.top_p is not None:
+        ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
+        keep = torch.ones_like(ranked, dtype=torch.bool)
+        if params.top_k is not None:
+            keep &= torch.arange(ranked.shape[-1], device=ranked.device) < params.top_k[:, None]
+        if params.top_p is not None:
+            probs = ranked.masked_fill(~keep, float("-inf")).softmax(-1)
+            before = probs.cumsum(-1) - probs  # mass of the more likely ids
+            keep &= before < params.top_p[:, None]
+        keep[:, 0] = True
+        scaled = scaled.masked_fill(~torch.empty_like(keep).scatter_(1, order, keep), float("-inf"))
+    probs = scaled.softmax(-1)
+    if params.min_p is not None:
+        probs = probs.masked_fill(probs < params.min_p[:, None] * probs.max(-1, keepdim=True).values, 0.0)
+    return probs
+
+
+def report(raw: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return logprob and rank of `ids` [R] in log-probabilities `raw` [R, V], and the `count` most likely ids."""
+    chosen = raw.gather(1, ids[:, None])
+    ranks = (raw > chosen).sum(-1) + 1
+    if count == 0:
+        return chosen[:, 0], ranks, None, None
+    top = raw.topk(min(count, raw.shape[-1]), dim=-1)
+    return chosen[:, 0], ranks, top.indices, top.values

@@ -1,0 +1,288 @@
+"""The nouns of the engine: what is asked, what is running, and what comes out.
+
+`NewRequest` goes in and `Delta` comes out, between processes or within one; `Request` never leaves the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from anycore.contract.declare import Task
+from anycore.errors import BadRequest
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_STOP = 4
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 300
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to generate. Field names, ranges and defaults follow the OpenAI API and vLLM.
+
+    Raises:
+        BadRequest: a value is outside its range; `param` names the field.
+    """
+
+    n: int = 1  # sequences to generate from one prompt, 1..128
+    max_tokens: int | None = None  # None: up to the model's length
+    min_tokens: int = 0  # no stop of any kind before this many tokens
+    temperature: float = 1.0  # 0..2; 0 is greedy
+    top_p: float = 1.0  # 0..1; 0 keeps the most likely id alone
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0  # 0..1
+    repetition_penalty: float = 1.0  # above 0; prompt and output
+    presence_penalty: float = 0.0  # -2..2; output only
+    frequency_penalty: float = 0.0  # -2..2; output only
+    seed: int | None = None  # 64 bits, signed
+    stop: tuple[str, ...] = ()  # at most 4 strings
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)  # id -> -100..100
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    logprobs: int | None = None  # alternatives per generated token, 0..20
+    prompt_logprobs: int | None = None  # alternatives per prompt token, 0..20
+
+    def __post_init__(self) -> None:
+        _within("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            _within("max_tokens", self.max_tokens, 0, 2**31)
+        _within("min_tokens", self.min_tokens, 0, 2**31)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(
+                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", param="min_tokens"
+            )
+        _within("temperature", self.temperature, 0, 2)
+        _within("top_p", self.top_p, 0, 1)
+        _within("top_k", self.top_k, -1, 2**31)
+        _within("min_p", self.min_p, 0, 1)
+        _within("presence_penalty", self.presence_penalty, -2, 2)
+        _within("frequency_penalty", self.frequency_penalty, -2, 2)
+        _within("repetition_penalty", self.repetition_penalty, 0, 100)
+        if self.repetition_penalty == 0:
+            raise BadRequest("repetition_penalty must be above 0", param="repetition_penalty")
+        if self.seed is not None:
+            _within("seed", self.seed, -(2**63), 2**63 - 1)
+        if len(self.stop) > MAX_STOP:
+            raise BadRequest(f"stop takes at most {MAX_STOP} strings, {len(self.stop)} given", param="stop")
+        if any(not s for s in self.stop):
+            raise BadRequest("stop strings must not be empty", param="stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise BadRequest(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise BadRequest(
+                f"logit_bias takes at most {MAX_LOGIT_BIAS} ids, {len(self.logit_bias)} given", param="logit_bias"
+            )
+        for value in self.logit_bias.values():
+            _within("logit_bias", value, -100, 100)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _within(name, getattr(self, name), 0, MAX_LOGPROBS)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse ids outside 0 … size - 1.
+
+        Raises:
+            BadRequest: naming the field and the id.
+        """
+        lists = {
+            "logit_bias": self.logit_bias,
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words": [i for word in self.bad_words_ids for i in word],
+        }
+        for name, ids in lists.items():
+            for i in ids:
+                if not 0 <= i < size:
+                    raise BadRequest(f"{name}: token id {i} is outside the vocabulary (0 to {size - 1})", param=name)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise BadRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How an embedding or a score is taken from the hidden states."""
+
+    dimensions: int | None = None  # Matryoshka: keep the first so many, before normalising
+    normalize: bool | None = None  # None: as the model's files say
+    raw_scores: bool = False  # rerank: logits instead of the activated score
+
+
+class NewRequest(msgspec.Struct, kw_only=True):
+    """One request on its way into an engine: tokens already rendered, limits already checked at the door."""
+
+    id: str
+    task: Task
+    token_ids: list[int]
+    sampling: SamplingParams | None = None  # generate
+    pooling: PoolingParams | None = None  # embed, rerank
+    token_types: list[int] | None = None  # segment ids, one a token
+    priority: int = 0  # lower runs first, under the priority policy
+    cache_salt: str | None = None  # requests share prefixes only with equal salt
+    deadline: float | None = None  # seconds from arrival in the engine until it is given up
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability of one token and of the most likely ones at its place."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = []  # (id, logprob), most likely first
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What one step added to one sequence of a request. The last one carries `finish`."""
+
+    id: str  # of the request
+    index: int = 0  # of the sequence, 0 … n - 1
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None  # one a token in `token_ids`
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # once, when the prompt is computed; None for token 0
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    vector: bytes | None = None  # embed: float32, little-endian
+    scores: list[float] | None = None  # rerank: one a label
+    finish: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or string that ended it
+    error: str | None = None  # with FinishReason.ERROR: what went wrong
+    error_code: str | None = None  # with FinishReason.ERROR: the code of the error envelope
+
+
+class Timing(msgspec.Struct):
+    """Moments of a sequence in seconds of the engine's monotonic clock; 0 means not reached."""
+
+    arrived: float = 0.0
+    started: float = 0.0  # first scheduled
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the `request_finished` hook sees. No text, no tokens."""
+
+    id: str
+    model: str
+    task: Task
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    sequences: int
+    finish: str
+    queue_seconds: float
+    first_token_seconds: float | None
+    total_seconds: float
+
+
+class Stats(msgspec.Struct, kw_only=True):
+    """Gauges and counters of an engine since it started. Counters never fall."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0  # usable blocks in the pool
+    blocks_free: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0  # prompt tokens of admitted requests that were computed or cached
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    aborted: int = 0
+    finished: int = 0
+    failed: int = 0
+    op_fallbacks: dict[str, int] = {}
+
+
+class Request:
+    """One sequence inside the engine: a list of tokens and a count of how many are computed. Mutable."""
+
+    __slots__ = (
+        "arrival",
+        "blocks",
+        "cached",
+        "deadline",
+        "deferred",
+        "eos_ids",
+        "hashes",
+        "id",
+        "index",
+        "key",
+        "leader",
+        "max_total",
+        "new",
+        "num_computed",
+        "num_pending",
+        "num_prompt",
+        "prefilled",
+        "preemptions",
+        "prompt_scores",
+        "sampler_state",
+        "seed",
+        "status",
+        "timing",
+        "tokens",
+    )
+
+    def __init__(self, new: NewRequest, index: int, arrival: int, max_total: int, eos_ids: frozenset[int]) -> None:
+        self.new = new
+        self.id = new.id
+        self.index = index
+        self.arrival = arrival  # a counter: the order of admission
+        self.tokens = list(new.token_ids)  # prompt, then output that the host has seen
+        self.num_prompt = len(new.token_ids)
+        self.num_computed = 0  # rows handed to the device so far
+        self.num_pending = 0  # sampled on the device, not yet seen by the host: 0 or 1
+        self.max_total = max_total  # tokens, prompt included
+        self.eos_ids = eos_ids
+        self.blocks: list[int] = []  # block table
+        self.hashes: list[bytes] = []  # chained hash of each full block of known tokens
+        self.cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.leader: Request | None = None  # sequence 0, while this one waits to share its prompt
+        self.key: tuple[float, ...] = ()  # rank under the policy; smaller runs first
+        self.status = Status.WAITING
+        self.seed = 0
+        self.deadline = math.inf
+        self.deferred = 0
+        self.prefilled = False  # the prompt has been computed once (first token was due)
+        self.preemptions = 0
+        self.prompt_scores: list[TokenLogprob | None] = []
+        self.sampler_state: Any = None  # engine/sampler.py's own
+        self.timing = Timing()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the sequence has, those that only the device has seen included."""
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Rows still to compute before the next token can be sampled, or the pooled output taken."""
+        return self.num_tokens - self.num_computed
+
+
+class Status(str, Enum):
+    WAITING = "waiting"  # also after preemption
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    """Raise BadRequest unless low ≤ value ≤ high; NaN fails."""
+    if not low <= value <= high:
+        raise BadRequest(f"{name} must be between {low} and {high}, not {value}", param=name)

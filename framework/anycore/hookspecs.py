@@ -1,0 +1,34 @@
+"""The hooks a plugin may implement. They return data; none is called on the per-step path."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from anycore.contract.declare import BackendSpec
+    from anycore.engine.request import RequestRecord
+    from anycore.models.spec import Architecture
+
+PROJECT = "anycore"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def register_backends() -> list[BackendSpec]:
+    """Return the backends this plugin brings. Must not import vendor packages: `BackendSpec.open` does."""
+    raise NotImplementedError
+
+
+@hookspec
+def register_models() -> list[Architecture]:
+    """Return architectures beside the built-in ones: a Hugging Face name and how its config becomes a ModelSpec."""
+    raise NotImplementedError
+
+
+@hookspec
+def request_finished(record: RequestRecord) -> None:
+    """Look at a finished request: its counts, times and outcome, never its text. Called in the server process."""
