@@ -1,0 +1,28 @@
+"""anycore: one inference core on any hardware. The public names, loaded when first used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from anycore.engine.request import PoolingParams, SamplingParams
+    from anycore.hookspecs import hookimpl
+    from anycore.llm import LLM
+
+_HOMES = {
+    "LLM": "anycore.llm",
+    "PoolingParams": "anycore.engine.request",
+    "SamplingParams": "anycore.engine.request",
+    "hookimpl": "anycore.hookspecs",
+}
+
+__all__ = ["LLM", "PoolingParams", "SamplingParams", "__version__", "hookimpl"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'anycore' has no attribute {name!r}")
