@@ -1,0 +1,62 @@
+"""What the CPU backend can do, as data. Imports no torch: `anycore matrix` reads it in milliseconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from anycore.contract.declare import BackendSpec, Level, Support, Task
+from anycore_cpu.probe import BF16_CHIPS, probe
+
+if TYPE_CHECKING:
+    from anycore.contract.backend import Backend
+
+ALL_TASKS = (Task.GENERATE, Task.EMBED, Task.RERANK)
+BLOCK_SIZES = (16, 1, 2, 4, 8, 32, 64, 128, 256)  # 16 places of 64 bfloat16 elements: 2 KiB runs, little waste
+
+CAUSAL = Support(
+    tasks=ALL_TASKS,
+    attention="causal",
+    weights=("float32",),
+    level=Level.NATIVE,
+    block_sizes=BLOCK_SIZES,
+    features=("chunked_prefill", "prefix_caching", "sliding_window", "softcap", "logprobs", "token_types"),
+)
+BIDIRECTIONAL = Support(
+    tasks=(Task.EMBED, Task.RERANK),
+    attention="bidirectional",
+    weights=("float32",),
+    level=Level.NATIVE,
+    block_sizes=BLOCK_SIZES,
+    features=("sliding_window", "softcap", "token_types"),
+)
+SLOW_BF16 = "this processor has no bfloat16 instructions: right, but slower than float32"
+NO_FLOAT16 = "processors compute float16 through float32, at half the range: take --dtype bfloat16 or float32"
+
+
+def rows(shape: Support) -> tuple[Support, ...]:
+    """The lines of one kind of attention: float32, bfloat16 where the chip has it, bfloat16 elsewhere, float16."""
+    return (
+        shape,
+        replace(shape, weights=("bfloat16",), chips=BF16_CHIPS),
+        replace(shape, weights=("bfloat16",), level=Level.REFERENCE, note=SLOW_BF16),
+        replace(shape, weights=("float16",), level=Level.UNSUPPORTED, note=NO_FLOAT16),
+    )
+
+
+def open_device(index: int) -> Backend:
+    """Open the processor; torch is imported here, not before."""
+    from anycore_cpu.backend import CpuBackend
+
+    return CpuBackend(index)
+
+
+SPEC = BackendSpec(
+    name="cpu",
+    api=(1, 0),
+    support=(*rows(CAUSAL), *rows(BIDIRECTIONAL)),
+    probe=probe,
+    open=open_device,
+    priority=0,
+    memory_utilization=0.5,  # the rest of the machine's memory is not ours alone
+)
