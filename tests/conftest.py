@@ -1,0 +1,44 @@
+"""Tiny model folders shared by the tests of one session, each built when a test first asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tiny
+
+
+@pytest.fixture(scope="session")
+def t_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_lm(tmp_path_factory.mktemp("t-lm"))
+
+
+@pytest.fixture(scope="session")
+def t_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_bert(tmp_path_factory.mktemp("t-bert"))
+
+
+@pytest.fixture(scope="session")
+def t_xlmr(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_xlmr(tmp_path_factory.mktemp("t-xlmr"))
+
+
+@pytest.fixture(scope="session")
+def t_ce(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_cross_encoder(tmp_path_factory.mktemp("t-ce"))
+
+
+@pytest.fixture(scope="session")
+def t_ce_xlmr(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_cross_encoder(tmp_path_factory.mktemp("t-ce-xlmr"), "xlmr")
+
+
+@pytest.fixture(scope="session")
+def t_qemb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_embedder(tmp_path_factory.mktemp("t-qemb"))
+
+
+@pytest.fixture(scope="session")
+def t_qrr(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_reranker(tmp_path_factory.mktemp("t-qrr"))
