@@ -27,12 +27,23 @@ ENVIRONMENT = {
 """Every environment variable anycore reads, with its meaning; the docs print this table."""
 
 
-def setting(default: Any, help: str, *, flags: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Any:
-    """Declare a field: its default, its help text, further flag spellings and, where it has them, its choices."""
-    metadata = {"help": help, "flags": flags, "choices": choices}
+def setting(
+    default: Any,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    unit: str = "",
+    secret: bool = False,
+) -> Any:
+    """Declare a field: its default, its help text, further flag spellings and, where it has them, its choices.
+
+    A `unit` ("bytes", "tokens") lets users write 4GiB or 8k; a `secret` is shown nowhere.
+    """
+    metadata = {"help": help, "flags": flags, "choices": choices, "unit": unit, "secret": secret}
     if isinstance(default, (list, dict)):
         raise TypeError("use a tuple: settings are immutable")
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +56,12 @@ class ModelConfig:
     backend: str = setting("auto", "backend to run on; auto takes the best one that supports the model")
     device: int = setting(0, "index of the backend's device")
     dtype: str = setting("auto", "weight and activation type", choices=("auto", *DTYPES))
-    max_model_len: int | None = setting(None, "longest sequence in tokens, prompt and output (default: the model's, or what memory allows)")
+    max_model_len: int | None = setting(None, "longest sequence in tokens, prompt and output (default: the model's, or what memory allows)", unit="tokens")
     max_num_seqs: int | None = setting(None, "sequences that run at once (default: 256, fewer if memory is short)")
-    max_num_batched_tokens: int | None = setting(None, "token budget of one step (default: 2048, at least the longest input where prompts cannot be split)")
+    max_num_batched_tokens: int | None = setting(None, "token budget of one step (default: 2048, at least the longest input where prompts cannot be split)", unit="tokens")
     block_size: int | None = setting(None, "tokens per KV block (default: the backend's)")
     memory_utilization: float | None = setting(None, "share of the device's memory for this process, above 0, at most 1 (default: the backend's)", flags=("--gpu-memory-utilization", "--device-memory-utilization"))
-    kv_cache_memory: int | None = setting(None, "bytes for the KV cache, such as 512MiB or 4GiB; overrides the share", flags=("--kv-cache-memory-bytes",))
+    kv_cache_memory: int | None = setting(None, "bytes for the KV cache, such as 512MiB or 4GiB; overrides the share", flags=("--kv-cache-memory-bytes",), unit="bytes")
     enable_prefix_caching: bool = setting(True, "share blocks of equal prefixes between requests")
     scheduling_policy: str = setting("fcfs", "order of waiting requests", choices=("fcfs", "priority", "short-first"))
     max_queued: int = setting(1024, "sequences that may wait; more are refused with 429", flags=("--max-num-queued-reqs",))
@@ -101,9 +112,9 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0 takes a free one and prints it")
-    api_key: tuple[str, ...] = setting((), "keys that requests must carry (better: ANYCORE_API_KEY or --api-key-file, which do not show in ps)")
+    api_key: tuple[str, ...] = setting((), "keys that requests must carry (better: ANYCORE_API_KEY or --api-key-file, which do not show in ps)", secret=True)
     api_key_file: str | None = setting(None, "file with one key a line")
-    max_body_size: int = setting(32 * 2**20, "largest request body in bytes")
+    max_body_size: int = setting(32 * 2**20, "largest request body in bytes", unit="bytes")
     shutdown_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
     strict: bool = setting(False, "refuse to start where a setting had to be adjusted; refuse unknown request fields")
     log_prompts: bool = setting(False, "write prompts and outputs to the log")
@@ -132,6 +143,12 @@ def check_choices(config: Any) -> None:
         value = getattr(config, item.name)
         if choices and value is not None and value not in choices:
             raise ConfigError(f"{flag(item.name)} must be one of {', '.join(choices)}, not {value!r}", param=item.name)
+
+
+def shown(config: Any) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, with secrets as `***`: what may be printed or logged."""
+    changed = {item: getattr(config, item.name) for item in fields(config)}
+    return {i.name: "***" if i.metadata["secret"] else v for i, v in changed.items() if v != i.default}
 
 
 def default_of(item: Field[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Finds plugins, loads each one behind a guard, and picks the backend for a need.
+"""Finds the installed plugins and loads each one behind a guard; what fails is kept with its reason.
 
 `load` is called once by whoever starts up (CLI, server, LLM), and the result is handed on; nothing here is global.
 """
@@ -8,33 +8,32 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotDone
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
-from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 from anycore import hookspecs
-from anycore.contract.declare import CONTRACT_VERSION, BackendSpec, Device, Need, Probe, Support, find
-from anycore.errors import AnycoreError, ConfigError, PluginError, Unsupported
+from anycore.choose import Choice, choose, fall_back, open_backend
+from anycore.contract.declare import CONTRACT_VERSION, BackendSpec
+from anycore.errors import ConfigError, PluginError
+from anycore.guard import describe, guarded, safe_probe, sentence
 
 if TYPE_CHECKING:
-    from anycore.contract.backend import Backend
     from anycore.engine.request import RequestRecord
     from anycore.models.spec import Architecture
+
+__all__ = ["Choice", "PluginFailure", "Plugins", "choose", "fall_back", "load", "open_backend"]
 
 GROUP = "anycore"
 HOUSE = "anycore"  # the distribution whose plugins are built in: always loaded, and first
 SECONDS = 10.0
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,30 +89,6 @@ class Plugins:
                 log.warning("plugin %s failed in request_finished: %s", name, describe(error))
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The backend and device for a need, the table row that covers it, and what the operator should hear about it."""
-
-    spec: BackendSpec
-    device: Device
-    need: Need
-    support: Support
-    notices: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """Why one backend cannot serve a need."""
-
-    spec: BackendSpec
-    reason: str
-    advice: str
-    device_seen: bool  # the device is there: only the table says no
-
-    def __str__(self) -> str:
-        return f"{self.spec.name}: {sentence(self.reason)} {self.advice}".rstrip()
-
-
 def load(entries: Iterable[EntryPoint] | None = None, environ: Mapping[str, str] = os.environ) -> Plugins:
     """Load the plugins of entry-point group `anycore` that ANYCORE_PLUGINS selects, the built-in ones first.
 
@@ -140,111 +115,12 @@ def load(entries: Iterable[EntryPoint] | None = None, environ: Mapping[str, str]
                 failures.append(failure)
                 continue
             backends[spec.name] = replace(spec, distribution=origin, probe=partial(safe_probe, spec.probe, seconds))
-        for architecture in architectures:
-            models.setdefault(architecture.name, architecture)
+        for model in architectures:
+            if models.setdefault(model.name, model) is not model:
+                reason = "another plugin brings this architecture already, and is kept"
+                failures.append(PluginFailure(model.name, origin, reason, "Leave one out with ANYCORE_PLUGINS."))
     ranked = sorted(backends.values(), key=lambda spec: -spec.priority)
     return Plugins(tuple(ranked), tuple(failures), hooks, tuple(models.values()))
-
-
-def choose(
-    plugins: Plugins,
-    need_for: Callable[[Device], Need | Sequence[Need]],
-    requested: str,
-    device: int = 0,
-    allow_cpu_fallback: bool = False,
-) -> Choice:
-    """Pick the backend and device for a need, without opening anything.
-
-    `need_for` tells what is needed on a given device; several needs come in order of preference (`dtype auto`).
-    A backend asked for by name is used or refused, never replaced, unless `allow_cpu_fallback`; `auto` takes the
-    first one in priority order that has the device and supports the need, and notes which better ones it passed.
-
-    Raises:
-        PluginError: the backend, or with auto every backend, has no such device; lists each with its reason.
-        Unsupported: the device is there, but no row of the table covers the need; lists each with its reason.
-    """
-    if requested == "auto":
-        refusals: list[_Refusal] = []
-        for spec in plugins.backends:
-            result = _try(spec, need_for, device)
-            if isinstance(result, Choice):
-                passed = (*refusals, *plugins.failures)
-                return replace(result, notices=tuple(f"backend auto takes {spec.name}, not {why}" for why in passed))
-            refusals.append(result)
-        raise _refused("no backend can serve this", refusals, plugins)
-    spec = plugins.backend(requested)
-    result = _try(spec, need_for, device)
-    if isinstance(result, Choice):
-        return result
-    others = [_try(other, need_for, None) for other in plugins.backends if other is not spec]
-    for other in others:
-        if allow_cpu_fallback and isinstance(other, Choice) and other.spec.name == "cpu":
-            return replace(other, notices=(f"falling back to cpu (--allow-cpu-fallback): {result}",))
-    raise _refused(f"backend {requested} cannot serve this", [result], plugins, others)
-
-
-def open_backend(choice: Choice) -> Backend:
-    """Open the chosen device.
-
-    Raises:
-        PluginError: it cannot be opened, with the original error text.
-    """
-    try:
-        return choice.spec.open(choice.device.index)
-    except AnycoreError:
-        raise
-    except Exception as error:
-        raise PluginError(
-            f"backend {choice.spec.name} ({choice.spec.distribution}) cannot open device {choice.device.index} "
-            f"({choice.device.name}): {describe(error)}. Check the device with `anycore doctor`, or ask for another "
-            "backend with --backend.",
-            param="backend",
-        ) from error
-
-
-def safe_probe(probe: Callable[[], Probe], seconds: float) -> Probe:
-    """Run a probe that may raise or hang all the same, and turn that into a Probe with the reason."""
-    try:
-        return guarded(probe, seconds)
-    except Exception as error:
-        return Probe(reason=describe(error), advice="This is a fault of the plugin's probe: report it to its authors.")
-
-
-def guarded(work: Callable[[], T], seconds: float) -> T:
-    """Return `work()`, run in a daemon thread that is given up, not killed, after `seconds`.
-
-    Raises:
-        TimeoutError: it had not ended by then.
-        Exception: whatever it raised; an attempt to exit the process becomes a RuntimeError.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException as error:  # SystemExit and its like must not pass for success
-            future.set_exception(RuntimeError(describe(error)))
-
-    Thread(target=run, daemon=True, name="anycore-guarded").start()
-    try:
-        return future.result(timeout=seconds)
-    except NotDone:
-        if future.done():
-            raise
-        raise TimeoutError(f"did not answer within {seconds:g} s") from None
-
-
-def sentence(text: str) -> str:
-    """End `text` with a full stop, its further lines indented."""
-    text = text.strip().replace("\n", "\n    ")
-    return text if text.endswith((".", "!", "?")) else text + "."
-
-
-def describe(error: BaseException) -> str:
-    """Name an error by its type and its own words."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _manager() -> pluggy.PluginManager:
@@ -263,6 +139,8 @@ def _ask(entry: EntryPoint) -> tuple[Any, list[BackendSpec], list[Architecture]]
     for spec in specs:
         if not isinstance(spec, BackendSpec):
             raise TypeError(f"register_backends must return BackendSpec objects, not {type(spec).__name__}")
+        if not (isinstance(spec.api, tuple) and len(spec.api) == 2):
+            raise TypeError(f"backend {spec.name}: api must be a contract version such as (1, 0), not {spec.api!r}")
     return plugin, specs, [item for items in alone.hook.register_models() for item in items]
 
 
@@ -288,42 +166,6 @@ def _check(spec: BackendSpec, known: Mapping[str, BackendSpec], origin: str) -> 
             "Names are lower-case letters, digits, - and _, and auto is taken.",
         )
     return None
-
-
-def _try(
-    spec: BackendSpec, need_for: Callable[[Device], Need | Sequence[Need]], index: int | None
-) -> Choice | _Refusal:
-    """Try a need on one backend's device `index` (None: its first one)."""
-    probe = spec.probe()
-    if not probe.available:
-        return _Refusal(spec, probe.reason or "no device found", probe.advice, device_seen=False)
-    devices = {device.index: device for device in probe.devices}
-    device = probe.devices[0] if index is None else devices.get(index)
-    if device is None:
-        seen = ", ".join(map(str, devices))
-        return _Refusal(spec, f"device {index} asked for, devices seen: {seen}", "Choose one with --device.", False)
-    wanted = need_for(device)
-    needs = [wanted] if isinstance(wanted, Need) else list(wanted)
-    reason = ""
-    for need in needs:
-        try:
-            return Choice(spec, device, need, find(spec.support, need))
-        except Unsupported as error:
-            reason = reason or error.message
-    return _Refusal(spec, reason, "", device_seen=True)
-
-
-def _refused(
-    headline: str, refusals: Sequence[_Refusal], plugins: Plugins, others: Sequence[Choice | _Refusal] = ()
-) -> AnycoreError:
-    """Build the error that lists every backend with its reason, the failed plugins, and the backends that would do."""
-    lines = [str(refusal) for refusal in refusals] or ["none is installed: reinstall anycore, which brings cpu"]
-    for other in others:
-        able = f"{other.spec.name}: would do, with --backend {other.spec.name}"
-        lines.append(able if isinstance(other, Choice) else str(other))
-    lines += [str(failure) for failure in plugins.failures]
-    kind = Unsupported if any(refusal.device_seen for refusal in refusals) else PluginError
-    return kind("\n  - ".join([f"{headline}:", *lines]), param="backend")
 
 
 def _select(found: list[EntryPoint], names: str | None, failures: list[PluginFailure]) -> list[EntryPoint]:
