@@ -213,52 +213,64 @@ class Request:
         "blocks",
         "cached",
         "deadline",
-        "deferred",
         "eos_ids",
+        "expected",
         "hashes",
         "id",
         "index",
+        "is_pooled",
         "key",
         "leader",
         "max_total",
+        "may_share",
+        "needs_host",
         "new",
         "num_computed",
         "num_pending",
         "num_prompt",
-        "prefilled",
         "preemptions",
+        "prefilled",
         "prompt_scores",
-        "sampler_state",
+        "published",
+        "sampler",
         "seed",
         "status",
         "timing",
         "tokens",
     )
 
-    def __init__(self, new: NewRequest, index: int, arrival: int, max_total: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, new: NewRequest, index: int, arrival: int, max_total: int) -> None:
         self.new = new
         self.id = new.id
-        self.index = index
+        self.index = index  # of the sequence within the request
         self.arrival = arrival  # a counter: the order of admission
-        self.tokens = list(new.token_ids)  # prompt, then output that the host has seen
+        self.max_total = max_total  # tokens at most, prompt included
+        # Tokens, and how far they are computed.
+        self.tokens = list(new.token_ids)  # prompt, then the output that the host has seen
         self.num_prompt = len(new.token_ids)
         self.num_computed = 0  # rows handed to the device so far
         self.num_pending = 0  # sampled on the device, not yet seen by the host: 0 or 1
-        self.max_total = max_total  # tokens, prompt included
-        self.eos_ids = eos_ids
-        self.blocks: list[int] = []  # block table
-        self.hashes: list[bytes] = []  # chained hash of each full block of known tokens
-        self.cached = 0  # prompt tokens found in the prefix cache at first admission
-        self.leader: Request | None = None  # sequence 0, while this one waits to share its prompt
+        self.prefilled = False  # the whole prompt has been handed to the device once
+        # Its place in the queues.
         self.key: tuple[float, ...] = ()  # rank under the policy; smaller runs first
         self.status = Status.WAITING
-        self.seed = 0
-        self.deadline = math.inf
-        self.deferred = 0
-        self.prefilled = False  # the prompt has been computed once (first token was due)
+        self.leader: Request | None = None  # sequence 0, while this one waits to share its prompt's blocks
         self.preemptions = 0
+        self.deadline = math.inf
+        # Its KV blocks.
+        self.blocks: list[int] = []  # block table
+        self.hashes: list[bytes] = []  # chained hash of each full block of known tokens
+        self.expected: list[bytes] = []  # blocks it told the pool it is about to compute
+        self.published = 0  # leading blocks that others can find
+        self.cached = 0  # prompt tokens found in the prefix cache at first admission
+        # What is done with its last hidden state.
+        self.is_pooled = new.task is not Task.GENERATE
+        self.eos_ids: frozenset[int] = frozenset()
+        self.seed = 0
+        self.needs_host = False  # its next token can only be chosen once the host has seen the last one
+        self.may_share = not (new.sampling is not None and new.sampling.prompt_logprobs is not None)
         self.prompt_scores: list[TokenLogprob | None] = []
-        self.sampler_state: Any = None  # engine/sampler.py's own
+        self.sampler: Any = None  # engine/sampler.py's own
         self.timing = Timing()
 
     @property
@@ -268,7 +280,8 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        """Generated tokens, those that only the device has seen included."""
+        return self.num_tokens - self.num_prompt
 
     @property
     def remaining(self) -> int:

@@ -1,0 +1,285 @@
+"""The engine: requests in, deltas out, one step at a time. Synchronous, one thread, no I/O."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+
+from anycore.contract.backend import Limits
+from anycore.contract.declare import Task
+from anycore.engine.blocks import BlockPool
+from anycore.engine.pooling import finish_scores, finish_vector
+from anycore.engine.request import (
+    Delta,
+    FinishReason,
+    NewRequest,
+    PoolingParams,
+    Request,
+    SamplingParams,
+    Stats,
+    Status,
+)
+from anycore.engine.runner import Launched, Result, Runner
+from anycore.engine.sampler import MASK, _mix
+from anycore.engine.scheduler import Scheduler
+from anycore.errors import AnycoreError, BadRequest, ContextLengthExceeded, DeadlineExceeded, NonFiniteOutput, Overloaded
+
+Clock = Callable[[], float]
+
+
+class Engine:
+    """One model serving one task. `add`, `abort` and `step` are called from one thread, in any order."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        limits: Limits,
+        *,
+        max_queued: int = 1024,
+        timeout: float | None = None,
+        seed: int = 0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.runner = runner
+        self.scheduler = scheduler
+        self.limits = limits
+        self.spec = runner.model.spec
+        self.task = runner.task
+        self._max_queued = max_queued
+        self._timeout = timeout
+        self._seed = seed
+        self._clock = clock
+        self._arrivals = 0
+        self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request id
+        self._early: list[Delta] = []  # endings that no step brings: deadlines
+        self._in_flight: Launched | None = None
+        self._stats = Stats(blocks=self.pool.size if self.pool else 0)
+
+    @property
+    def pool(self) -> BlockPool | None:
+        return self.scheduler.pool
+
+    # --- what callers do ----------------------------------------------------------------------------------------
+
+    def add(self, new: NewRequest) -> None:
+        """Admit a request.
+
+        Raises:
+            Overloaded: the queue is full.
+            BadRequest: it does not fit this engine; nothing was admitted.
+        """
+        self._check(new)
+        sampling = new.sampling or SamplingParams()
+        count = sampling.n if new.task is Task.GENERATE else 1
+        waiting = len(self.scheduler.waiting)
+        if waiting + count > self._max_queued + max(0, self.limits.max_num_seqs - len(self.scheduler.running)):
+            raise Overloaded(
+                f"the queue is full: {waiting} sequences wait and {self._max_queued} may; retry later "
+                "or raise --max-queued",
+            )
+        now = self._clock()
+        sequences = [self._sequence(new, index, now) for index in range(count)]
+        for sequence in sequences:
+            sequence.leader = sequences[0] if sequence.index and self.pool else None
+            self.scheduler.add(sequence, now)
+        self._requests[new.id] = sequences
+
+    def abort(self, request_id: str) -> None:
+        """End a request and free all it holds. Unknown ids are fine: it may have ended by itself."""
+        for request in self._requests.pop(request_id, []):
+            self.scheduler.remove(request)
+            self._stats.aborted += 1
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._requests) or self._in_flight is not None or bool(self._early)
+
+    def step(self) -> list[Delta]:
+        """Compute one step and return what it added. With an overlapping backend, results come one step later."""
+        self._expire()
+        deltas, self._early = self._early, []
+        step = self.scheduler.schedule()
+        launched = self.runner.launch(step) if step.entries else None
+        if launched is not None:
+            self._stats.steps += 1
+            now = self._clock()
+            for entry in launched.step.entries:
+                timing = entry.request.timing
+                timing.started = timing.started or now
+        if self.runner.backend.overlap:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is not None:
+            deltas += self._commit(launched)
+        return deltas
+
+    def stats(self) -> Stats:
+        """Gauges and counters as of now."""
+        stats = self._stats
+        stats.running = len(self.scheduler.running)
+        stats.waiting = len(self.scheduler.waiting)
+        stats.blocks_free = self.pool.free if self.pool else 0
+        stats.preemptions = self.scheduler.preemptions
+        return stats
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached blocks that no request holds."""
+        if self.pool is not None:
+            self.pool.clear()
+
+    # --- admission ----------------------------------------------------------------------------------------------
+
+    def _check(self, new: NewRequest) -> None:
+        if new.task is not self.task:
+            raise BadRequest(f"this engine serves {self.task.value}, not {new.task.value}", code="task_not_supported")
+        if new.id in self._requests:
+            raise BadRequest(f"request id {new.id!r} is in use", param="request_id")
+        length = len(new.token_ids)
+        if length == 0:
+            raise BadRequest("the input has no tokens", param="prompt")
+        for i in new.token_ids:
+            if not 0 <= i < self.spec.vocab_size:
+                raise BadRequest(
+                    f"token id {i} is outside the vocabulary (0 to {self.spec.vocab_size - 1})", param="prompt"
+                )
+        longest = self.limits.max_model_len
+        if length > longest:
+            raise ContextLengthExceeded(f"the input has {length} tokens, this model takes at most {longest}")
+        if new.sampling is not None:
+            new.sampling.check_vocabulary(self.spec.vocab_size)
+            asked = new.sampling.max_tokens
+            if asked is not None and length + asked > longest:
+                raise ContextLengthExceeded(
+                    f"{length} prompt tokens and max_tokens {asked} are {length + asked}, "
+                    f"this model takes at most {longest} together",
+                    param="max_tokens",
+                )
+        if new.pooling is not None and new.pooling.dimensions is not None:
+            self._check_dimensions(new.pooling.dimensions)
+
+    def _check_dimensions(self, asked: int) -> None:
+        pooling = self.spec.pooling
+        if pooling is not None and pooling.matryoshka and asked not in pooling.matryoshka:
+            allowed = ", ".join(map(str, pooling.matryoshka))
+            raise BadRequest(f"dimensions must be one of {allowed}, not {asked}", param="dimensions")
+        if not 1 <= asked <= self.spec.vector_size:
+            raise BadRequest(
+                f"dimensions must be between 1 and {self.spec.vector_size}, not {asked}", param="dimensions"
+            )
+
+    def _sequence(self, new: NewRequest, index: int, now: float) -> Request:
+        self._arrivals += 1
+        length = len(new.token_ids)
+        total = length
+        if new.sampling is not None:
+            asked = new.sampling.max_tokens
+            total = self.limits.max_model_len if asked is None else length + asked
+        request = Request(new, index, self._arrivals, total)
+        request.timing.arrived = now
+        seconds = [s for s in (new.deadline, self._timeout) if s is not None]
+        request.deadline = now + min(seconds) if seconds else math.inf
+        if new.sampling is not None:
+            request.eos_ids = frozenset(self.spec.eos_ids)
+            request.seed = self._seed_of(new.sampling)
+            request.needs_host = bool(new.sampling.bad_words_ids)
+        return request
+
+    def _seed_of(self, params: SamplingParams) -> int:
+        if params.seed is not None:
+            return params.seed & MASK
+        if self._seed:
+            return _mix((self._seed << 32 ^ self._arrivals) & MASK)
+        return int.from_bytes(os.urandom(8), "little")
+
+    # --- results ------------------------------------------------------------------------------------------------
+
+    def _commit(self, launched: Launched) -> list[Delta]:
+        results = self.runner.collect(launched)
+        now = self._clock()
+        deltas = []
+        for entry in launched.step.entries:
+            request = entry.request
+            if request.status is Status.FINISHED:
+                continue  # ended while this step was under way: its row is cut
+            result = results[id(request)]
+            if result.prompt_scores:
+                del request.prompt_scores[result.prompt_start :]
+                request.prompt_scores += result.prompt_scores
+            if not entry.last:
+                continue
+            if not result.finite:
+                deltas += self._fail(request, NonFiniteOutput("the model's output holds NaN or infinity"))
+            elif request.is_pooled:
+                deltas.append(self._pooled(request, result))
+            else:
+                deltas.append(self._generated(request, result, now))
+        return deltas
+
+    def _generated(self, request: Request, result: Result, now: float) -> Delta:
+        """Append the sampled token and say whether it was the last."""
+        params = request.new.sampling
+        assert params is not None and result.token is not None
+        delta = Delta(id=request.id, index=request.index)
+        if len(request.tokens) == request.num_prompt:
+            request.timing.first_token = now
+            delta.cached_tokens = request.cached
+            if params.prompt_logprobs is not None and request.index == 0:
+                delta.prompt_logprobs = [None, *request.prompt_scores]
+            if request.index == 0:
+                self._stats.prompt_tokens += request.num_prompt
+                self._stats.cached_tokens += request.cached
+        if params.max_tokens == 0:
+            request.num_pending -= 1
+            return self._finish(request, delta, FinishReason.LENGTH)
+        self.scheduler.commit(request, result.token)
+        self._stats.output_tokens += 1
+        delta.token_ids = [result.token]
+        if result.logprob is not None:
+            delta.logprobs = [result.logprob]
+        ends = result.token in request.eos_ids and not params.ignore_eos
+        if (ends or result.token in params.stop_token_ids) and request.num_output > params.min_tokens:
+            delta.stop_reason = None if ends else result.token
+            return self._finish(request, delta, FinishReason.STOP)
+        if len(request.tokens) >= request.max_total:
+            return self._finish(request, delta, FinishReason.LENGTH)
+        return delta
+
+    def _pooled(self, request: Request, result: Result) -> Delta:
+        assert result.vector is not None
+        params = request.new.pooling or PoolingParams()
+        delta = Delta(id=request.id, cached_tokens=request.cached)
+        if self.task is Task.RERANK and self.spec.score is not None and self.spec.score.kind != "cosine":
+            delta.scores = finish_scores(result.vector, self.spec, params)
+        else:
+            delta.vector = finish_vector(result.vector, self.spec, params).tobytes()
+        self._stats.prompt_tokens += request.num_prompt
+        self._stats.cached_tokens += request.cached
+        return self._finish(request, delta, FinishReason.STOP)
+
+    def _finish(self, request: Request, delta: Delta, reason: FinishReason) -> Delta:
+        delta.finish = reason
+        self.scheduler.remove(request)
+        self._stats.finished += 1
+        left = [other for other in self._requests.get(request.id, []) if other is not request]
+        if left:
+            self._requests[request.id] = left
+        else:
+            self._requests.pop(request.id, None)
+        return delta
+
+    def _fail(self, request: Request, error: AnycoreError) -> list[Delta]:
+        """End one sequence with an error; its neighbours go on."""
+        self._stats.failed += 1
+        delta = Delta(id=request.id, index=request.index, error=error.message, error_code=error.code)
+        return [self._finish(request, delta, FinishReason.ERROR)]
+
+    def _expire(self) -> None:
+        """End requests whose deadline has passed, waiting or running."""
+        now = self._clock()
+        late = [r for sequences in self._requests.values() for r in sequences if r.deadline <= now]
+        for request in late:
+            waited = now - request.timing.arrived
+            where = "in the queue" if not request.timing.started else "while running"
+            self._early += self._fail(request, DeadlineExceeded(f"given up after {waited:.1f} s {where}"))

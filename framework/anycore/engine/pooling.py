@@ -1,0 +1,78 @@
+"""From hidden rows to vectors and scores: what embed and rerank do with the last hidden state."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from anycore.contract.declare import Task
+from anycore.engine.request import PoolingParams
+from anycore.models.spec import ModelSpec
+
+EPSILON = 1e-12
+"""Vectors are divided by max(norm, EPSILON), as sentence-transformers does."""
+
+
+def wanted_rows(spec: ModelSpec, task: Task) -> str:
+    """Which hidden rows of a request the output is made of: "first", "last" or "all"."""
+    if task is Task.RERANK and spec.score is not None and spec.score.kind == "yes_no":
+        return "last"
+    if task is Task.RERANK and spec.score is not None and spec.score.kind == "classifier":
+        return "first" if spec.attention == "bidirectional" else "last"
+    kind = spec.pooling.kind if spec.pooling else "last"
+    return {"cls": "first", "last": "last", "mean": "all", "max": "all"}[kind]
+
+
+def pool(rows: Tensor, counts: list[int], kind: str) -> Tensor:
+    """Reduce rows [sum(counts), H], packed by request, to one float32 row a request [B, H].
+
+    "cls" and "last" expect the one wanted row a request; "mean" and "max" reduce all of its rows. There is no
+    padding to leave out.
+    """
+    wide = rows.float()
+    if kind in ("cls", "last"):
+        return wide
+    parts = wide.split(counts)
+    if kind == "mean":
+        return torch.stack([part.mean(0) for part in parts])
+    if kind == "max":
+        return torch.stack([part.amax(0) for part in parts])
+    raise ValueError(f"pooling {kind!r} is not one of cls, mean, max, last")
+
+
+def finish_vector(vector: NDArray[np.float32], spec: ModelSpec, params: PoolingParams) -> NDArray[np.float32]:
+    """Cut a pooled vector [H] to the dimensions asked for, then normalise it if the model or the request says so."""
+    if params.dimensions is not None:
+        vector = vector[: params.dimensions]
+    normalize = params.normalize
+    if normalize is None:
+        normalize = spec.pooling.normalize if spec.pooling else True
+    if normalize:
+        vector = vector / max(float(np.linalg.norm(vector.astype(np.float64))), EPSILON)
+    return np.ascontiguousarray(vector, dtype="<f4")
+
+
+def finish_scores(logits: NDArray[np.float32], spec: ModelSpec, params: PoolingParams) -> list[float]:
+    """Turn a request's label logits into scores.
+
+    "yes_no" logits are (no, yes): softmax over the two, which is sigmoid(yes - no). A classifier's activation comes
+    from its files.
+    """
+    assert spec.score is not None
+    wide = logits.astype(np.float64)
+    if spec.score.kind == "yes_no":
+        difference = wide[1] - wide[0]
+        return [float(difference if params.raw_scores else _sigmoid(difference))]
+    if params.raw_scores or spec.score.activation == "identity":
+        return [float(x) for x in wide]
+    if spec.score.activation == "softmax":
+        powers = np.exp(wide - wide.max())
+        return [float(x) for x in powers / powers.sum()]
+    return [float(_sigmoid(x)) for x in wide]
+
+
+def _sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)) without overflow."""
+    return float(1 / (1 + np.exp(-x)) if x >= 0 else np.exp(x) / (1 + np.exp(x)))

@@ -1,0 +1,160 @@
+"""From requests to the tensors that `Ops.sample` takes, and the state that penalties need between steps.
+
+Every draw is a function of (seed, sequence, position) alone, so batch mates, chunking and preemption cannot change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anycore.contract.batch import Penalties, Samples, Sampling
+from anycore.contract.sampling import GREEDY_BELOW
+from anycore.engine.request import Request, SamplingParams
+
+MASK = 2**64 - 1
+
+
+@dataclass
+class SamplerState:
+    """What sampling keeps of one sequence. Tensors live on the device and are made only if a parameter needs them."""
+
+    counts: Tensor | None = None  # [V] int32: how often each id was generated
+    seen: Tensor | None = None  # [V] bool: ids in prompt or output
+    forbidden: Tensor | None = None  # int64 ids outside allowed_token_ids
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    """A number in [0, 1) from three integers: two rounds of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    z = _mix((seed + (index + 1) * 0xD1B54A32D192ED03) & MASK)
+    z = _mix((z + (position + 1) * 0x9E3779B97F4A7C15) & MASK)
+    return (z >> 11) / 2**53
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+class Sampler:
+    """Builds `Sampling` for a step's rows. `vocab` is the number of logits a row has."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.vocab = vocab
+        self.device = device
+
+    def prepare(self, requests: list[Request]) -> Sampling:
+        """One row a request, in order."""
+        params = [_params(request) for request in requests]
+        draws = [uniform(r.seed, r.index, r.num_output) for r in requests]
+        top_k = [self.vocab if p.top_k <= 0 else min(p.top_k, self.vocab) for p in params]
+        temperatures = [p.temperature for p in params]
+        greedy = all(t < GREEDY_BELOW for t in temperatures)
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        return Sampling(
+            temperature=self._floats(temperatures),
+            uniforms=torch.tensor(draws, dtype=torch.float64, device=self.device),
+            top_k=self._longs(top_k) if not greedy and any(k < self.vocab for k in top_k) else None,
+            top_p=self._floats([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
+            min_p=self._floats([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,
+            penalties=self._penalties(requests, params),
+            bias=self._bias(params),
+            banned=self._banned(requests, params),
+            logprobs=max(wanted) if wanted else None,
+            all_greedy=greedy,
+        )
+
+    def observe(self, requests: list[Request], samples: Samples) -> None:
+        """Count what was sampled, on the device and without waiting for it."""
+        for row, request in enumerate(requests):
+            state: SamplerState | None = request.sampler
+            if state is not None and state.counts is not None and state.seen is not None:
+                chosen = samples.ids[row : row + 1]
+                state.counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
+                state.seen.index_fill_(0, chosen, True)
+
+    def _penalties(self, requests: list[Request], params: list[SamplingParams]) -> Penalties | None:
+        rows = [i for i, p in enumerate(params) if _is_penalised(p)]
+        if not rows:
+            return None
+        states = [self._counted(requests[i]) for i in rows]
+        chosen = [params[i] for i in rows]
+        return Penalties(
+            rows=self._longs(rows),
+            output_counts=torch.stack([counts for counts, _ in states]),
+            seen=torch.stack([seen for _, seen in states]),
+            repetition=self._floats([p.repetition_penalty for p in chosen]),
+            presence=self._floats([p.presence_penalty for p in chosen]),
+            frequency=self._floats([p.frequency_penalty for p in chosen]),
+        )
+
+    def _counted(self, request: Request) -> tuple[Tensor, Tensor]:
+        """The sequence's counts, made from its tokens at the first sample and kept up to date by `observe`."""
+        state = self._state(request)
+        if state.counts is None or state.seen is None:
+            output = self._longs(request.tokens[request.num_prompt :])
+            state.counts = torch.bincount(output, minlength=self.vocab).to(torch.int32)
+            state.seen = torch.zeros(self.vocab, dtype=torch.bool, device=self.device)
+            state.seen[self._longs(request.tokens)] = True
+        return state.counts, state.seen
+
+    def _bias(self, params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor] | None:
+        triples = [(row, i, value) for row, p in enumerate(params) for i, value in p.logit_bias.items()]
+        if not triples:
+            return None
+        rows, ids, values = zip(*triples)
+        return self._longs(rows), self._longs(ids), self._floats(values)
+
+    def _banned(self, requests: list[Request], params: list[SamplingParams]) -> tuple[Tensor, Tensor] | None:
+        parts = []
+        for row, (request, p) in enumerate(zip(requests, params)):
+            ids = []
+            if request.num_output <= p.min_tokens:  # counts the token about to be sampled
+                ids += [i for i in (*request.eos_ids, *p.stop_token_ids) if i < self.vocab]
+            ids += [word[-1] for word in p.bad_words_ids if _completes(word, request)]
+            if ids:
+                parts.append((row, self._longs(ids)))
+            if p.allowed_token_ids is not None:
+                parts.append((row, self._forbidden(request, p.allowed_token_ids)))
+        if not parts:
+            return None
+        rows = torch.cat([torch.full_like(ids, row) for row, ids in parts])
+        return rows, torch.cat([ids for _, ids in parts])
+
+    def _forbidden(self, request: Request, allowed: tuple[int, ...]) -> Tensor:
+        state = self._state(request)
+        if state.forbidden is None:
+            mask = torch.ones(self.vocab, dtype=torch.bool, device=self.device)
+            mask[self._longs(allowed)] = False
+            state.forbidden = mask.nonzero()[:, 0]
+        return state.forbidden
+
+    def _state(self, request: Request) -> SamplerState:
+        if request.sampler is None:
+            request.sampler = SamplerState()
+        state: SamplerState = request.sampler
+        return state
+
+    def _floats(self, values: list[float] | tuple[float, ...]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=self.device)
+
+    def _longs(self, values: list[int] | tuple[int, ...]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _params(request: Request) -> SamplingParams:
+    assert request.new.sampling is not None
+    return request.new.sampling
+
+
+def _is_penalised(p: SamplingParams) -> bool:
+    return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+
+def _completes(word: tuple[int, ...], request: Request) -> bool:
+    """Whether the next token could complete this bad word. All tokens are known: such requests need the host."""
+    before = list(word[:-1])
+    return not before or request.tokens[request.num_prompt :][-len(before) :] == before

@@ -1,0 +1,289 @@
+"""Which tokens are computed next. `schedule` makes a step, `commit` takes its results; neither touches a tensor.
+
+There is no prefill phase and no decode phase: a request has tokens, some of them computed, and each step hands out a
+token budget so that "computed" catches up with "tokens". `schedule` may run again before the previous step's
+`commit`: a token that only the device has seen counts as pending.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from anycore.contract.backend import Limits
+from anycore.engine.blocks import BlockPool, root_hash
+from anycore.engine.request import Request, Status
+
+AGEING_TOKENS = 100
+"""short-first: a second of waiting weighs as much as this many prompt tokens, so that nobody starves."""
+
+AGEING_SECONDS = 60.0
+"""priority: this many seconds of waiting weigh as much as one priority level, so that nobody starves."""
+
+LENGTH_WINDOW = 4
+"""Unsplit requests: how many times `max_num_seqs` waiting requests are looked at for similar lengths."""
+
+Policy = Callable[[Request, float], tuple[float, ...]]
+
+POLICIES: dict[str, Policy] = {
+    "fcfs": lambda request, now: (request.arrival,),
+    "priority": lambda request, now: (request.new.priority + now / AGEING_SECONDS, request.arrival),
+    "short-first": lambda request, now: (request.num_prompt + now * AGEING_TOKENS, request.arrival),
+}
+"""Rank of a request at arrival; smaller runs first. Ageing is linear, so the order of two requests never changes."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """Rows `start` … `start + rows` - 1 of a request in a step; `last` when they complete it, so output is due."""
+
+    request: Request
+    start: int
+    rows: int
+    last: bool
+
+
+@dataclass(slots=True)
+class Step:
+    """One forward pass: its entries in packing order."""
+
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return sum(entry.rows for entry in self.entries)
+
+
+class Scheduler:
+    """Queues of one engine. `pool` is None for models without a KV cache, whose requests are never split."""
+
+    def __init__(self, limits: Limits, pool: BlockPool | None, policy: str = "fcfs") -> None:
+        self.limits = limits
+        self.pool = pool
+        self.policy = POLICIES[policy]
+        self.waiting: list[Request] = []  # sorted by key
+        self.running: list[Request] = []  # sorted by key
+        self.preemptions = 0
+        # Blocks kept free when a new request is admitted, so that running ones can grow a little before preempting.
+        self._watermark = max(1, pool.size // 100) if pool else 0
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request. The engine has checked that it fits the limits alone."""
+        request.key = self.policy(request, now)
+        insort(self.waiting, request, key=_rank)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, finished or aborted, and free its blocks."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._free(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+
+    def schedule(self) -> Step:
+        """Choose the rows of the next step; an empty step means that there is nothing to compute now."""
+        if self.pool is None:
+            return self._schedule_unsplit()
+        step = Step()
+        budget, preempted = self._schedule_running(step)
+        if not preempted:
+            self._admit(step, budget)
+        for entry in step.entries:
+            self._advance(entry)
+        return step
+
+    def commit(self, request: Request, token: int) -> None:
+        """Take the token that a step sampled for a request."""
+        request.num_pending -= 1
+        request.tokens.append(token)
+
+    # --- paged requests -----------------------------------------------------------------------------------------
+
+    def _schedule_running(self, step: Step) -> tuple[int, bool]:
+        """Give running requests their rows, best rank first; return the budget left and whether any lost its blocks.
+
+        Decodes come out of the budget before any prompt chunk, so that a long prompt never stalls them.
+        """
+        ready = [request for request in self.running if self._has_rows(request)]
+        decodes = sum(request.remaining == 1 for request in ready)
+        budget = self.limits.max_num_batched_tokens - decodes
+        preempted = False
+        for request in ready:
+            if request.status is not Status.RUNNING:
+                continue  # preempted by an earlier one in this loop
+            rows = 1 if request.remaining == 1 else min(request.remaining, budget)
+            if rows == 0:
+                continue
+            before = self.preemptions
+            fits = self._grow(request, rows)
+            preempted |= self.preemptions != before
+            if not fits:
+                break  # it gave up its own blocks: everyone after it ranks lower still
+            if request.remaining > 1:
+                budget -= rows
+            step.entries.append(Entry(request, request.num_computed, rows, rows == request.remaining))
+        return budget, preempted
+
+    def _has_rows(self, request: Request) -> bool:
+        """Whether a running request has something to compute that the host may schedule now."""
+        if request.remaining == 0:
+            return False
+        if request.num_pending:  # a token is under way that the host has not seen
+            return request.num_tokens < request.max_total and not request.needs_host
+        return True
+
+    def _grow(self, request: Request, rows: int) -> bool:
+        """Make room for `rows` more tokens, preempting lower ranks; False if the request had to give way itself."""
+        assert self.pool is not None
+        missing = self.pool.blocks_for(request.num_computed + rows) - len(request.blocks)
+        while missing > self.pool.free:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if missing > 0:
+            request.blocks += self.pool.take(missing)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks and queue it again; its tokens are recomputed later."""
+        self.running.remove(request)
+        self._free(request)
+        request.num_computed = 0
+        request.status = Status.WAITING
+        request.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, request, key=_rank)
+
+    def _admit(self, step: Step, budget: int) -> None:
+        """Move waiting requests into the step, in rank order, until budget, seats or blocks run out."""
+        assert self.pool is not None
+        at = 0
+        while budget > 0 and at < len(self.waiting) and len(self.running) < self.limits.max_num_seqs:
+            request = self.waiting[at]
+            cached = self._cached(request)
+            if cached is None:
+                at += 1  # what it needs is being computed: it waits a step rather than computing it again
+                continue
+            reserve = self._watermark if self.running else 0
+            needed = self.pool.blocks_for(request.num_tokens) - len(cached)
+            idle = sum(self.pool.references[block] == 0 for block in cached)  # cached blocks are free ones, too
+            if needed + idle + reserve > self.pool.free:
+                break  # nobody overtakes the first in line, or it would starve
+            del self.waiting[at]
+            self._start(request, cached)
+            rows = min(request.remaining, budget)
+            budget -= rows
+            grown = self._grow(request, rows)
+            assert grown, "admitted without room"
+            step.entries.append(Entry(request, request.num_computed, rows, rows == request.remaining))
+
+    def _cached(self, request: Request) -> list[int] | None:
+        """Return the blocks a waiting request can start from, or None if it should wait for another's.
+
+        At least one token is left to compute, for its hidden state is needed.
+        """
+        assert self.pool is not None
+        leader = request.leader
+        if leader is not None:
+            if leader.status is Status.RUNNING and leader.prefilled:
+                return leader.blocks[: (request.num_prompt - 1) // self.pool.block_size]
+            if leader.status is not Status.FINISHED and not leader.prefilled:
+                return None
+        if not self.pool.caching or not request.may_share:
+            return []
+        hashes = self.pool.hashes(request.hashes, request.tokens, request.new.cache_salt)
+        usable = hashes[: (request.num_tokens - 1) // self.pool.block_size]
+        found = self.pool.match(usable, request.tokens)
+        if len(found) < len(usable) and self.pool.is_coming(usable[len(found)]):
+            return None
+        return found
+
+    def _start(self, request: Request, cached: list[int]) -> None:
+        assert self.pool is not None
+        self.pool.share(cached)
+        request.blocks = list(cached)
+        request.published = len(cached)
+        request.num_computed = len(cached) * self.pool.block_size
+        if request.preemptions == 0:
+            request.cached = request.leader.cached if request.leader else request.num_computed
+        request.leader = None
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_rank)
+        if self.pool.caching and request.may_share:
+            hashes = self.pool.hashes(request.hashes, request.tokens, request.new.cache_salt)
+            request.expected = hashes[len(cached) :]
+            self.pool.expect(request.expected)
+
+    def _advance(self, entry: Entry) -> None:
+        """Count an entry's rows as computed, and let others find the blocks that they fill.
+
+        Steps run in order on the device, so a block may be found as soon as the step that fills it is made.
+        """
+        request = entry.request
+        request.num_computed += entry.rows
+        if request.num_computed >= request.num_prompt:
+            request.prefilled = True
+        if self.pool is not None and self.pool.caching and request.may_share:
+            self._publish(request)
+        if entry.last and not request.is_pooled:
+            request.num_pending += 1
+
+    def _publish(self, request: Request) -> None:
+        assert self.pool is not None
+        size = self.pool.block_size
+        full = min(request.num_computed, len(request.tokens)) // size
+        if full <= request.published:
+            return
+        hashes = self.pool.hashes(request.hashes, request.tokens, request.new.cache_salt)
+        for i in range(request.published, full):
+            parent = hashes[i - 1] if i else root_hash(request.new.cache_salt)
+            self.pool.publish(request.blocks[i], hashes[i], parent, request.tokens[i * size : (i + 1) * size])
+        request.expected = request.expected[full - request.published :]
+        request.published = full
+
+    def _free(self, request: Request) -> None:
+        if self.pool is None:
+            return
+        self.pool.settle(request.expected)
+        self.pool.release(request.blocks)
+        request.expected = []
+        request.blocks = []
+        request.published = 0
+
+    # --- unsplit requests ---------------------------------------------------------------------------------------
+
+    def _schedule_unsplit(self) -> Step:
+        """Take the first in line and, within the token budget, those waiting requests that are nearest in length.
+
+        The first in line always goes, so nobody starves; near lengths keep padding small where a backend pads.
+        """
+        step = Step()
+        if not self.waiting:
+            return step
+        seats = self.limits.max_num_seqs
+        first, *others = self.waiting[: seats * LENGTH_WINDOW]
+        others.sort(key=lambda request: abs(request.num_prompt - first.num_prompt))
+        budget = self.limits.max_num_batched_tokens
+        chosen = []
+        for request in (first, *others):
+            if len(chosen) == seats:
+                break
+            if request.num_prompt <= budget:
+                budget -= request.num_prompt
+                chosen.append(request)
+        left = set(map(id, chosen))
+        self.waiting = [request for request in self.waiting if id(request) not in left]
+        for request in sorted(chosen, key=lambda request: request.num_prompt):
+            request.status = Status.RUNNING
+            insort(self.running, request, key=_rank)
+            entry = Entry(request, 0, request.num_prompt, True)
+            step.entries.append(entry)
+            self._advance(entry)
+        return step
+
+
+def _rank(request: Request) -> tuple[float, ...]:
+    return request.key
