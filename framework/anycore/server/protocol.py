@@ -1,0 +1,209 @@
+"""What every family of routes shares: the strict request body, the forms of an input, the error envelope, usage.
+
+Requests are pydantic models, so that they are checked at the door; replies are typed dictionaries, so that each key
+that is sent is written out where it is made. Both feed the OpenAPI document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue, WithJsonSchema
+from pydantic_core import CoreSchema
+from typing_extensions import TypedDict
+
+from anycore.errors import BadRequest
+
+MAX_INPUTS = 2048  # prompts, inputs or documents in one request
+MAX_DEPTH = 32  # of JSON handed on to a chat template
+MAX_TOKEN_ID = 2**31 - 1  # what any vocabulary fits under; the model's own size is checked once it is known
+
+
+class Body(BaseModel):
+    """A JSON body: no coercion ("10" is no integer), no NaN, and null means the same as a field left out."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _at_the_door(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        check_text(data)
+        return {key: value for key, value in data.items() if value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler.resolve_ref_schema(handler(core))
+        for name, field in schema.get("properties", {}).items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+        return schema
+
+
+class Error(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorEnvelope(TypedDict):
+    """The body of every answer that is not 2xx."""
+
+    error: Error
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+def usage(prompt: int, completion: int = 0, cached: int = 0) -> Usage:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def responses(model: Any, *, description: str = "The answer") -> dict[int | str, dict[str, Any]]:
+    """Document a route's answers: `model` for 200, the envelope for every error a route can give."""
+    errors = {
+        400: "The request is wrong; `param` names the field",
+        401: "No valid key",
+        404: "No such model or route",
+        405: "The route has another method",
+        413: "The body is too large",
+        415: "The body is not JSON",
+        429: "The queue is full; `Retry-After` says when to try again",
+        500: "The engine failed, or its output was not finite",
+        503: "The model is loading, draining or gone",
+        504: "The deadline passed",
+    }
+    documented: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorEnvelope, "description": text} for status, text in errors.items()
+    }
+    return {200: {"model": model, "description": description}, **documented}
+
+
+def check_text(value: Any, path: str = "", depth: int = 0) -> None:
+    """Refuse JSON that nests too deep or holds text that is not Unicode (a lone surrogate, written as an escape).
+
+    Raises:
+        BadRequest: naming the path.
+    """
+    if depth > MAX_DEPTH:
+        raise BadRequest(f"the body nests deeper than {MAX_DEPTH} levels", param=re.split(r"[.\[]", path)[0])
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            path = path.encode(errors="replace").decode()
+            raise BadRequest(f"{path} is not valid Unicode: it holds a lone surrogate", param=path) from None
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_text(key, path or "a key", depth)
+            check_text(item, f"{path}.{key}" if path else key, depth + 1)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            if isinstance(item, (str, dict, list)):  # long lists of token ids pass quickly
+                check_text(item, f"{path}[{i}]", depth + 1)
+
+
+def strings(name: str) -> Any:
+    """Annotation for a field that is one string or a list of them."""
+    listed = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    schema = WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], "title": name}
+    )
+    return Annotated[list[str], listed, schema]
+
+
+def inputs(value: Any, name: str, *, allow_empty_text: bool = False) -> list[str | list[int]]:
+    """Return the inputs of a field that is a string, a list of strings, a list of ids or a list of lists of ids.
+
+    Raises:
+        BadRequest: an input is empty, of another kind than the first, or not what it should be; `param` names it.
+    """
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
+        return [_one(value, name, allow_empty_text)]
+    if not isinstance(value, list):
+        raise BadRequest(
+            f"{name} must be a string, a list of strings, or a list of token ids or of lists of them", param=name
+        )
+    if not value:
+        raise BadRequest(f"{name} must not be an empty list", param=name)
+    if len(value) > MAX_INPUTS:
+        raise BadRequest(f"{name} takes at most {MAX_INPUTS} entries, {len(value)} given", param=name)
+    for i, item in enumerate(value):
+        if not isinstance(item, (str, list)):
+            raise BadRequest(
+                f"{name}[{i}] must be a string or a list of token ids, not {_kind(item)}", param=f"{name}[{i}]"
+            )
+        if isinstance(item, str) != isinstance(value[0], str):
+            raise BadRequest(
+                f"{name}[{i}] is {_kind(item)} where {name}[0] is {_kind(value[0])}; send one kind",
+                param=f"{name}[{i}]",
+            )
+    return [_one(item, f"{name}[{i}]", allow_empty_text) for i, item in enumerate(value)]
+
+
+def check_ids(ids: Iterable[Any], name: str, vocab_size: int = MAX_TOKEN_ID + 1) -> None:
+    """Refuse anything but token ids from 0 to vocab_size - 1.
+
+    Raises:
+        BadRequest: naming the position.
+    """
+    for i, item in enumerate(ids):
+        if not _is_id(item):
+            raise BadRequest(f"{name}[{i}] must be a token id, not {_kind(item)}", param=f"{name}[{i}]")
+        if not 0 <= item < vocab_size:
+            raise BadRequest(
+                f"{name}[{i}]: token id {item} is outside the vocabulary (0 to {vocab_size - 1})", param=f"{name}[{i}]"
+            )
+
+
+def input_schema(name: str) -> WithJsonSchema:
+    """The JSON schema of what `inputs` takes."""
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}, "minItems": 1}
+    texts = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_INPUTS}
+    lists = {"type": "array", "items": ids, "minItems": 1, "maxItems": MAX_INPUTS}
+    return WithJsonSchema({"title": name, "anyOf": [{"type": "string"}, texts, ids, lists]})
+
+
+def _one(value: str | list[Any], name: str, allow_empty_text: bool) -> str | list[int]:
+    if isinstance(value, str):
+        if not value and not allow_empty_text:
+            raise BadRequest(f"{name} must not be an empty string", param=name)
+        return value
+    if not value:
+        raise BadRequest(f"{name} must not be an empty list", param=name)
+    check_ids(value, name)
+    return value
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    names = {
+        str: "a string",
+        list: "a list",
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number",
+        dict: "an object",
+    }
+    return names.get(type(value), "null")

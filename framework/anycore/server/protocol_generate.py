@@ -1,0 +1,261 @@
+"""Bodies and replies of /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from typing_extensions import NotRequired, TypedDict
+
+from anycore.engine.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP,
+    MAX_STOP_TOKEN_IDS,
+)
+from anycore.server.protocol import (
+    MAX_INPUTS,
+    MAX_TOKEN_ID,
+    Body,
+    Usage,
+    input_schema,
+    inputs,
+    strings,
+)
+from anycore.server.protocol_messages import Messages
+
+MAX_SEED = 2**63
+MAX_BAD_WORDS = 256
+MAX_TEXT = 2**16  # characters of a stop string or a bad word
+
+HARMLESS = """
+user name metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention session_id
+parallel_tool_calls
+"""
+IGNORED = frozenset(HARMLESS.split())
+"""Fields that clients send and that change nothing here: accepted without a word."""
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "functions": (),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "use_beam_search": (False,),
+    "suffix": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "mm_processor_kwargs": (),
+    "prompt_embeds": (),
+    "logprob_token_ids": (),
+    "repetition_detection": (),
+    "stop_regex": (),
+    "thinking_token_budget": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "logits_processors": (),
+    "lora_path": (),
+}
+"""Fields that mean something here and are not built, with the values that ask for nothing (so do null, "", [], {})."""
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+
+
+class GenerateBody(Body):
+    """What chat and completions share. Sampling fields left out are filled in by the model's defaults."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=MAX_N)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    min_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_ID)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
+    stop: strings("stop") = Field([], max_length=MAX_STOP)  # type: ignore[valid-type]
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[str, float] = Field({}, max_length=MAX_LOGIT_BIAS, description="token id -> -100 to 100")
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    bad_words: list[Text] = Field([], max_length=MAX_BAD_WORDS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stream_interval: int = Field(1, ge=1, le=1024, description="tokens gathered before a chunk is sent")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_TOKEN_ID, description="keep so many prompt tokens; -1: as many as leave room for the output"
+    )
+    truncation_side: Literal["left", "right"] = Field("left", description="the side that is cut")
+    priority: int = Field(
+        0, ge=-(2**31), le=2**31 - 1, description="lower runs first, under --scheduling-policy priority"
+    )
+    cache_salt: str | None = Field(None, min_length=1, max_length=128)
+    request_id: str | None = Field(None, min_length=1, max_length=128)
+    return_token_ids: bool = False
+    return_prompt_text: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class ChatBody(GenerateBody):
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = Field(False, description="put the last assistant message before the answer")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = Field(False, description="the template usually writes them")
+    chat_template: str | None = Field(None, description="refused unless the server was started to allow it")
+    chat_template_kwargs: dict[str, Any] = Field({})
+    documents: list[dict[str, Any]] | None = Field(None, max_length=MAX_INPUTS)
+    reasoning_effort: str | None = Field(None, description="handed to the chat template")
+    tool_choice: Any = None
+
+
+class CompletionBody(GenerateBody):
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(lambda value: inputs(value, "prompt", allow_empty_text=True)),
+        input_schema("prompt"),
+    ]
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID, description="the same as max_tokens")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: int | None = Field(None, ge=1, le=20)
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_text: NotRequired[str]
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatChunk(TypedDict):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: None
+    usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_text: NotRequired[str]
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_text: NotRequired[str]
+
+
+class Completion(TypedDict):
+    """A whole answer or, with `stream`, one chunk of it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: None
+    usage: NotRequired[Usage | None]
