@@ -1,0 +1,1 @@
+"""The command line: `anycore serve`, `chat`, `matrix` and so on, one module a sub-command."""

@@ -1,0 +1,106 @@
+"""The command `anycore`: imports the sub-command that is asked for, and turns errors into a line and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from anycore import __version__
+from anycore.cli.flags import Parser, nearest
+from anycore.errors import AnycoreError
+
+COMMANDS = {
+    "serve": "serve one or several models over HTTP",
+    "chat": "talk to a model in the terminal",
+    "generate": "continue prompts, once, from the shell",
+    "embed": "turn texts into vectors, once, from the shell",
+    "rerank": "order documents by relevance to a query, once, from the shell",
+    "matrix": "show what every backend supports, and why others are absent",
+    "doctor": "show versions, devices, failed plugins and the environment",
+    "bench": "measure speed",
+    "version": "print the version",
+}
+"""Sub-commands and what they do. Each lives in a module of its name with `add_arguments(parser)` and `run(options)`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = os.environ.get("ANYCORE_LOG", "").lower() == "debug"
+    try:
+        return dispatch(words)
+    except AnycoreError as error:
+        if debug:
+            logging.getLogger(__name__).exception("failed")
+        print(f"anycore: {error.message}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader went away (`anycore matrix | head`). Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            raise
+        print(
+            f"anycore: internal error: {type(error).__name__}: {error}\n"
+            "(this is a fault of anycore or of a plugin; ANYCORE_LOG=debug shows where)",
+            file=sys.stderr,
+        )
+        return 70
+
+
+def dispatch(words: list[str]) -> int:
+    """Run the sub-command that `words` begin with."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if words else 2
+    name, rest = words[0], words[1:]
+    if name in ("-V", "--version", "version"):
+        print(f"anycore {__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(
+            f"anycore: there is no command {name}{nearest(name, COMMANDS)}\n(anycore --help lists them)",
+            file=sys.stderr,
+        )
+        return 2
+    module = import_module(f"anycore.cli.{name}")
+    options = parser_of(name).read(rest)
+    start_log(getattr(options, "log_level", None))
+    code: int = module.run(options)
+    return code
+
+
+def parser_of(name: str) -> Parser:
+    """Build the parser of one sub-command."""
+    module = import_module(f"anycore.cli.{name}")
+    parser = Parser(prog=f"anycore {name}", description=COMMANDS[name].capitalize() + ".", epilog=module.__doc__)
+    module.add_arguments(parser)
+    return parser
+
+
+def overview() -> str:
+    """Return the text of `anycore --help`."""
+    lines = ["One inference core on any hardware: generate, embed and rerank.", "", "usage: anycore COMMAND ...", ""]
+    lines += [f"  {name:10}{summary}" for name, summary in COMMANDS.items()]
+    return "\n".join([*lines, "", "anycore COMMAND --help tells more. Start with: anycore serve demo"])
+
+
+def start_log(level: str | None) -> None:
+    """Log to stderr at the level asked for, else at ANYCORE_LOG's."""
+    name = (level or os.environ.get("ANYCORE_LOG") or "info").upper()
+    known = logging.getLevelName(name)
+    logging.basicConfig(
+        level=known if isinstance(known, int) else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Puts settings together for commands: defaults, then a YAML file, then the command line, each key checked."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from anycore.cli.flags import convert, kind_of, nearest, spellings
+from anycore.config import ModelConfig, ServerConfig
+from anycore.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `anycore serve` starts: a server and its models."""
+
+    server: ServerConfig
+    models: tuple[ModelConfig, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFile:
+    """A YAML file as field values; `model` holds the defaults of all models, or the only model."""
+
+    server: dict[str, Any]
+    model: dict[str, Any]
+    models: tuple[dict[str, Any], ...]
+
+
+def gather(options: argparse.Namespace) -> Settings:
+    """Combine the flags that were given with the file named by --config.
+
+    Raises:
+        ConfigError: a key or value is wrong, no model is named, or two models share a name.
+    """
+    path = getattr(options, "config", None)
+    file = read_file(Path(path)) if path else SettingsFile({}, {}, ())
+    server = ServerConfig(**{**file.server, **given(options, ServerConfig)})
+    flags = given(options, ModelConfig)
+    if file.models and flags.get("model"):
+        raise ConfigError(f"give MODEL on the command line or models: in {path}, not both", param="model")
+    models = tuple(
+        model
+        for number, entry in enumerate(file.models or ({},))
+        for model in expand({**file.model, **entry, **flags}, f"{path}: models[{number}]: " if file.models else "")
+    )
+    check_names(models)
+    return Settings(server, models)
+
+
+def given(options: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
+    """Return the fields of `config` that the command line sets."""
+    found = vars(options)
+    values = {item.name: found[item.name] for item in fields(config) if item.name in found}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def expand(values: Mapping[str, Any], where: str = "") -> list[ModelConfig]:
+    """Make the configuration of one model, or of each model of a built-in list such as `demo`."""
+    from anycore.models.catalog import CATALOG
+
+    if not values.get("model"):
+        raise ConfigError(f"{where}no model is named: give MODEL, or model: in a --config file", param="model")
+    try:
+        if values["model"] in CATALOG:
+            rest = {name: value for name, value in values.items() if name != "model"}
+            return [replace(config, **rest) for config in CATALOG[values["model"]]]
+        return [ModelConfig(**values)]
+    except ConfigError as error:
+        raise ConfigError(where + error.message, param=error.param) from error
+
+
+def check_names(models: tuple[ModelConfig, ...]) -> None:
+    """Raise ConfigError when clients could not tell two models apart."""
+    seen: dict[str, ModelConfig] = {}
+    for model in models:
+        for name in model.names:
+            if name in seen:
+                raise ConfigError(
+                    f"two models are called {name!r} ({seen[name].model} and {model.model}): "
+                    "give each its own served_model_name under models: in the --config file",
+                    param="served_model_name",
+                )
+            seen[name] = model
+
+
+def read_file(path: Path) -> SettingsFile:
+    """Read and check a YAML file. Keys are names of fields or flags; `models:` lists several models.
+
+    Raises:
+        ConfigError: naming the file, the key and, for a misspelt one, the nearest right key.
+    """
+    data = _load(path)
+    entries = data.pop("models", None)
+    if entries is not None and not (isinstance(entries, list) and entries):
+        raise ConfigError(f"{path}: models: must be a list with at least one model", param="models")
+    server_keys, model_keys = _keys(ServerConfig), _keys(ModelConfig)
+    for key in data:
+        if key not in server_keys and key not in model_keys:
+            hint = nearest(str(key), ["models", *server_keys, *model_keys])
+            raise ConfigError(f"{path}: there is no setting {key!r}{hint}", param=str(key))
+    server = _values({k: v for k, v in data.items() if k in server_keys}, ServerConfig, f"{path}: ")
+    model = _values({k: v for k, v in data.items() if k in model_keys}, ModelConfig, f"{path}: ")
+    if entries and model.keys() & {"model", "served_model_name"}:
+        raise ConfigError(f"{path}: model and served_model_name belong to each entry of models:", param="model")
+    models = []
+    for number, entry in enumerate(entries or ()):
+        where = f"{path}: models[{number}]: "
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{where}must be a mapping such as `model: NAME`, not {entry!r}", param="models")
+        for key in entry.keys() - model_keys.keys():
+            hint = "; it belongs to the top level" if key in server_keys else nearest(str(key), model_keys)
+            raise ConfigError(f"{where}there is no setting {key!r}{hint}", param=str(key))
+        models.append(_values(entry, ModelConfig, where))
+    return SettingsFile(server, model, tuple(models))
+
+
+def _keys(config: type[Any]) -> dict[str, str]:
+    """Return every spelling of every field: max_num_seqs, max-num-seqs and the aliases of its flag."""
+    keys = {}
+    for item in fields(config):
+        for name in (item.name, *(spelling.removeprefix("--") for spelling in spellings(item))):
+            keys[name] = keys[name.replace("-", "_")] = item.name
+    return keys
+
+
+def _values(data: Mapping[str, Any], config: type[Any], where: str) -> dict[str, Any]:
+    """Turn the YAML values of known keys into field values."""
+    keys = _keys(config)
+    items = {item.name: item for item in fields(config)}
+    out: dict[str, Any] = {}
+    for key, value in data.items():
+        item = items[keys[key]]
+        if item.name in out:
+            raise ConfigError(f"{where}{key} sets {item.name} a second time", param=item.name)
+        if value is None and item.default is None:
+            continue
+        try:
+            out[item.name] = convert(item, kind_of(config, item), value)
+        except ValueError as error:
+            raise ConfigError(f"{where}{key}: {error}", param=item.name) from error
+    return out
+
+
+def _load(path: Path) -> dict[Any, Any]:
+    """Read a YAML mapping in which no key appears twice."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next((key for key in keys if keys.count(key) > 1), None)
+            if twice is not None:
+                raise ConfigError(f"{path}:{node.start_mark.line + 1}: {twice} is set twice", param=str(twice))
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", param="config") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}", param="config") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold settings such as `port: 8000`", param="config")
+    return data
