@@ -74,7 +74,6 @@ class ModelConfig:
     trust_remote_code: bool = setting(False, "always refused: anycore runs no code from checkpoints")
     revision: str | None = setting(None, "branch, tag or commit of a hub id")
     allow_cpu_fallback: bool = setting(False, "use the CPU when the asked-for backend cannot be opened")
-    enforce_finite: bool = setting(True, "check outputs for NaN and infinity and fail the request")
     threads: int | None = setting(None, "threads the backend's host code may use (default: the cores this process may use)")
 
     def __post_init__(self) -> None:

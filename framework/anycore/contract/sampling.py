@@ -13,6 +13,9 @@ from anycore.contract.batch import Penalties, Samples, Sampling
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them only overflows."""
 
+DRAWN_ROWS = 64
+"""Rows that are filtered and drawn at a time: sorting makes several [rows, V] temporaries."""
+
 
 def sample(logits: Tensor, params: Sampling) -> Samples:
     """Choose one id a row from logits [R, V] float32 (overwritten). The draw depends on the row alone."""
@@ -55,38 +58,57 @@ def penalised(logits: Tensor, p: Penalties) -> Tensor:
 
 def draw(logits: Tensor, params: Sampling) -> Tensor:
     """[R, V] → [R]: inverse of the cumulative distribution at `uniforms`, or the maximum where greedy."""
-    greedy = params.temperature < GREEDY_BELOW
+    parts = []
+    for start in range(0, len(logits), DRAWN_ROWS):
+        rows = slice(start, start + DRAWN_ROWS)
+        parts.append(_draw(logits[rows], *(None if x is None else x[rows] for x in _per_row(params))))
+    return torch.cat(parts)
+
+
+def _per_row(params: Sampling) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    return params.temperature, params.uniforms, params.top_k, params.top_p, params.min_p
+
+
+def _draw(
+    logits: Tensor,
+    temperature: Tensor,
+    uniforms: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> Tensor:
+    greedy = temperature < GREEDY_BELOW
     best = logits.argmax(-1)
-    scaled = logits / torch.where(greedy, 1.0, params.temperature)[:, None]
-    probs = filtered(scaled, params).double()
+    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    probs = filtered(scaled, top_k, top_p, min_p).double()
     edges = probs.cumsum(-1)
     # The draw is strictly below the total, so the id found has a probability above 0.
-    target = params.uniforms * edges[:, -1]
+    target = uniforms * edges[:, -1]
     ids = torch.searchsorted(edges, target[:, None], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
     # Rounding may leave the draw on a dead tail (probability 0): fall back to the most likely id.
     alive = probs.gather(1, ids[:, None])[:, 0] > 0
     return torch.where(greedy | ~alive, best, ids)
 
 
-def filtered(scaled: Tensor, params: Sampling) -> Tensor:
+def filtered(scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
     """[R, V] scaled logits → [R, V] probabilities that are 0 for what top-k, top-p and min-p leave out.
 
     At least one id always stays. A top-p of 0 keeps the most likely id alone.
     """
-    if params.top_k is not None or params.top_p is not None:
+    if top_k is not None or top_p is not None:
         ranked, order = scaled.sort(dim=-1, descending=True, stable=True)
         keep = torch.ones_like(ranked, dtype=torch.bool)
-        if params.top_k is not None:
-            keep &= torch.arange(ranked.shape[-1], device=ranked.device) < params.top_k[:, None]
-        if params.top_p is not None:
+        if top_k is not None:
+            keep &= torch.arange(ranked.shape[-1], device=ranked.device) < top_k[:, None]
+        if top_p is not None:
             probs = ranked.masked_fill(~keep, float("-inf")).softmax(-1)
             before = probs.cumsum(-1) - probs  # mass of the more likely ids
-            keep &= before < params.top_p[:, None]
+            keep &= before < top_p[:, None]
         keep[:, 0] = True
         scaled = scaled.masked_fill(~torch.empty_like(keep).scatter_(1, order, keep), float("-inf"))
     probs = scaled.softmax(-1)
-    if params.min_p is not None:
-        probs = probs.masked_fill(probs < params.min_p[:, None] * probs.max(-1, keepdim=True).values, 0.0)
+    if min_p is not None:
+        probs = probs.masked_fill(probs < min_p[:, None] * probs.max(-1, keepdim=True).values, 0.0)
     return probs
 
 

@@ -129,6 +129,11 @@ class Engine:
         if self.pool is not None:
             self.pool.clear()
 
+    def forget_stats(self) -> None:
+        """Start counting anew, after the warm-up."""
+        self._stats = Stats(blocks=self.pool.size if self.pool else 0)
+        self.scheduler.preemptions = 0
+
     # --- admission ----------------------------------------------------------------------------------------------
 
     def _check(self, new: NewRequest) -> None:
@@ -225,6 +230,7 @@ class Engine:
         if len(request.tokens) == request.num_prompt:
             request.timing.first_token = now
             delta.cached_tokens = request.cached
+            delta.queue_seconds = request.timing.started - request.timing.arrived
             if params.prompt_logprobs is not None and request.index == 0:
                 delta.prompt_logprobs = [None, *request.prompt_scores]
             if request.index == 0:
@@ -238,8 +244,9 @@ class Engine:
         delta.token_ids = [result.token]
         if result.logprob is not None:
             delta.logprobs = [result.logprob]
+        generated = len(request.tokens) - request.num_prompt
         ends = result.token in request.eos_ids and not params.ignore_eos
-        if (ends or result.token in params.stop_token_ids) and request.num_output > params.min_tokens:
+        if (ends or result.token in params.stop_token_ids) and generated > params.min_tokens:
             delta.stop_reason = None if ends else result.token
             return self._finish(request, delta, FinishReason.STOP)
         if len(request.tokens) >= request.max_total:
@@ -249,7 +256,8 @@ class Engine:
     def _pooled(self, request: Request, result: Result) -> Delta:
         assert result.vector is not None
         params = request.new.pooling or PoolingParams()
-        delta = Delta(id=request.id, cached_tokens=request.cached)
+        queued = request.timing.started - request.timing.arrived
+        delta = Delta(id=request.id, cached_tokens=request.cached, queue_seconds=queued)
         if self.task is Task.RERANK and self.spec.score is not None and self.spec.score.kind != "cosine":
             delta.scores = finish_scores(result.vector, self.spec, params)
         else:

@@ -154,6 +154,7 @@ class Delta(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprob] | None = None  # one a token in `token_ids`
     prompt_logprobs: list[TokenLogprob | None] | None = None  # once, when the prompt is computed; None for token 0
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    queue_seconds: float = 0.0  # on a sequence's first delta: how long it waited before its first step
     vector: bytes | None = None  # embed: float32, little-endian
     scores: list[float] | None = None  # rerank: one a label
     finish: FinishReason | None = None

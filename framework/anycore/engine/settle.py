@@ -1,0 +1,115 @@
+"""Every setting that was left open, filled in, with who decided it and why. Nothing is changed without being listed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anycore.config import ModelConfig
+from anycore.contract.declare import BackendSpec, Support, Task
+from anycore.engine.memory import MemoryPlan, Wish
+from anycore.engine.pooling import wanted_rows
+from anycore.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One effective setting. `adjusted` marks what differs from what the user or the model would have got."""
+
+    name: str
+    value: str | int | float | bool
+    by: str  # "flag", "model", "backend", "plan" or "default"
+    why: str = ""
+    adjusted: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} = {self.value} ({self.by}{': ' + self.why if self.why else ''})"
+
+
+def is_paged(spec: ModelSpec, task: Task) -> bool:
+    """Whether requests keep a KV cache, so that they can be split and share prefixes.
+
+    Generation always does. A causal model whose output is made of the last token alone does, too; what pools over
+    all tokens, or looks ahead, is computed in one piece and keeps nothing.
+    """
+    return spec.attention == "causal" and (task is Task.GENERATE or wanted_rows(spec, task) == "last")
+
+
+def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, backend: BackendSpec, support: Support, dtype: str) -> Wish:
+    """What the memory plan has to decide, from the user's settings and the backend's defaults."""
+    block_size = config.block_size or (support.block_sizes[0] if support.block_sizes else 16)
+    return Wish(
+        dtype=dtype,
+        block_size=block_size,
+        utilization=config.memory_utilization or backend.memory_utilization,
+        paged=is_paged(spec, task),
+        own_length=_own_length(spec),
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        kv_cache_memory=config.kv_cache_memory,
+    )
+
+
+def settle(
+    config: ModelConfig, spec: ModelSpec, task: Task, backend: BackendSpec, wish: Wish, plan: MemoryPlan
+) -> list[Decision]:
+    """List the effective settings."""
+    limits = plan.limits
+    own = _own_length(spec) or spec.max_positions
+    shorter = config.max_model_len is None and limits.max_model_len < own
+    decisions = [
+        Decision("task", task.value, "flag" if config.task != "auto" else "model"),
+        Decision("backend", backend.name, "flag" if config.backend != "auto" else "default"),
+        _dtype(config, spec, wish.dtype),
+        Decision(
+            "max_model_len",
+            limits.max_model_len,
+            "flag" if config.max_model_len else "plan" if shorter else "model",
+            f"memory holds one sequence of this length; the model's own is {own}" if shorter else "",
+            adjusted=shorter,
+        ),
+        _limit(config, "max_num_seqs", limits.max_num_seqs),
+        _limit(config, "max_num_batched_tokens", limits.max_num_batched_tokens),
+        Decision("max_queued", config.max_queued, "flag"),
+    ]
+    if wish.kv_cache_memory is None:
+        by = "flag" if config.memory_utilization else "backend"
+        decisions.append(Decision("memory_utilization", wish.utilization, by))
+    if wish.paged:
+        decisions += [
+            Decision("block_size", limits.block_size, "flag" if config.block_size else "backend"),
+            Decision("kv_cache_memory", plan.kv, "flag" if config.kv_cache_memory else "plan"),
+            Decision("kv_blocks", limits.blocks - 1, "plan"),
+            Decision("enable_prefix_caching", config.enable_prefix_caching, "flag"),
+            Decision("scheduling_policy", config.scheduling_policy, "flag"),
+        ]
+    else:
+        why = "this model is computed in one piece: no KV cache, no chunks, no prefix hits"
+        decisions.append(Decision("enable_prefix_caching", False, "model", why))
+    if spec.pooling is not None and task is not Task.GENERATE:
+        unsaid = spec.pooling.source == "default"
+        why = "no pooling file: --pooling says otherwise" if unsaid else ""
+        decisions.append(Decision("pooling", spec.pooling.kind, spec.pooling.source, why))
+    return decisions
+
+
+def _own_length(spec: ModelSpec) -> int | None:
+    """The length sentence-transformers files limit a model to; None leaves it to the positions."""
+    if spec.pooling is None or spec.pooling.max_length is None:
+        return None
+    return min(spec.pooling.max_length, spec.max_positions)
+
+
+def _dtype(config: ModelConfig, spec: ModelSpec, dtype: str) -> Decision:
+    if config.dtype != "auto":
+        return Decision("dtype", dtype, "flag")
+    if spec.dtype in (None, dtype):
+        return Decision("dtype", dtype, "model" if spec.dtype else "backend")
+    why = f"the checkpoint is {spec.dtype}, which this device does not compute natively"
+    return Decision("dtype", dtype, "backend", why, adjusted=True)
+
+
+def _limit(config: ModelConfig, name: str, value: int) -> Decision:
+    return Decision(name, value, "default" if getattr(config, name) is None else "flag")
+
+

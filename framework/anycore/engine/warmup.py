@@ -1,0 +1,50 @@
+"""The first requests an engine ever sees are its own: they run every kind of step this model needs, and are checked."""
+
+from __future__ import annotations
+
+from anycore.contract.declare import Task
+from anycore.engine.engine import Engine
+from anycore.engine.request import Delta, FinishReason, NewRequest, PoolingParams, SamplingParams
+from anycore.errors import AnycoreError, NonFiniteOutput
+
+ROWS = 16
+
+
+def warm_up(engine: Engine) -> None:
+    """Run two short requests together, then forget them.
+
+    Raises:
+        NonFiniteOutput: an output held NaN or infinity.
+        AnycoreError: a reranker gave two different inputs exactly the same score.
+    """
+    vocab = engine.spec.vocab_size
+    length = min(ROWS, engine.limits.max_model_len - 2)
+    texts = [[(7 + 3 * i + i * i) % vocab for i in range(length)], [(11 + 5 * i) % vocab for i in range(length)]]
+    for number, tokens in enumerate(texts):
+        engine.add(_request(engine.task, f"warm-up-{number}", tokens))
+    deltas: list[Delta] = []
+    while engine.has_work():
+        deltas += engine.step()
+    for delta in deltas:
+        if delta.finish is FinishReason.ERROR:
+            raise NonFiniteOutput(
+                f"the warm-up failed: {delta.error}. Another --dtype (float32 has the widest range) or another "
+                "backend may help"
+            )
+    scores = [delta.scores for delta in deltas if delta.scores is not None]
+    if engine.spec.score is not None and engine.spec.score.kind == "yes_no" and scores[0] == scores[1]:
+        raise AnycoreError(
+            f"the reranker gives two different inputs the same score {scores[0]}: its yes and no rows are equal, "
+            "so the head was read from the wrong matrix or never trained"
+        )
+    engine.reset_prefix_cache()
+    engine.forget_stats()
+
+
+def _request(task: Task, name: str, tokens: list[int]) -> NewRequest:
+    if task is Task.GENERATE:
+        sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        return NewRequest(id=name, task=task, token_ids=tokens, sampling=sampling)
+    return NewRequest(id=name, task=task, token_ids=tokens, pooling=PoolingParams())
+
+
