@@ -109,6 +109,7 @@ class Backend:
         self.device = device
         self.memory = memory
         self.ops = ops
+        self.fallbacks: dict[str, int] = {}  # operation the device lacks -> calls that a slower stand-in computed
 
     def optimize(self, step: StepFn, limits: Limits) -> StepFn:
         """Return a faster function that gives equal results (a captured graph, say). Default: `step` itself."""
