@@ -26,7 +26,7 @@ class Script:
 
     name: str = "echo"
     priority: int = -100  # below the CPU: never taken by --backend auto
-    api: tuple[int, ...] = (1, 0)
+    api: tuple[int, int] = (1, 0)
     devices: int = 1
     chip: str = "echo1"
     built_for: tuple[str, ...] = ()  # chips that there are kernels for; (): all
@@ -46,8 +46,9 @@ class Script:
 
 def read_script(environ: Mapping[str, str] = os.environ) -> Script:
     """Read ANYCORE_ECHO; a misspelt field raises TypeError, which anycore reports as this plugin's failure."""
-    fields: dict[str, Any] = json.loads(environ.get("ANYCORE_ECHO") or "{}")
-    return Script(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+    given = json.loads(environ.get("ANYCORE_ECHO") or "{}")
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    return Script(**fields)
 
 
 def spec(script: Script) -> BackendSpec:
@@ -55,7 +56,7 @@ def spec(script: Script) -> BackendSpec:
     row = partial(Support, weights=script.weights, level=Level.REFERENCE, chips=script.built_for)
     return BackendSpec(
         name=script.name,
-        api=script.api,  # type: ignore[arg-type]  # a script may be wrong on purpose
+        api=script.api,
         support=(
             row(tasks=tuple(Task), attention="causal", features=script.features, block_sizes=(16,)),
             row(tasks=(Task.EMBED, Task.RERANK), attention="bidirectional", features=script.features),

@@ -1,4 +1,4 @@
-"""The echo device, open. It computes with anycore's default operations on the host, unless the script says otherwise."""
+"""The echo device, open. It computes on the host with the default operations, unless the script says otherwise."""
 
 from __future__ import annotations
 
