@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from anycore import hookspecs
-from anycore.choose import Choice, choose, fall_back, open_backend
 from anycore.contract.declare import CONTRACT_VERSION, BackendSpec
 from anycore.errors import ConfigError, PluginError
 from anycore.guard import describe, guarded, safe_probe, sentence
@@ -26,8 +25,6 @@ from anycore.guard import describe, guarded, safe_probe, sentence
 if TYPE_CHECKING:
     from anycore.engine.request import RequestRecord
     from anycore.models.spec import Architecture
-
-__all__ = ["Choice", "PluginFailure", "Plugins", "choose", "fall_back", "load", "open_backend"]
 
 GROUP = "anycore"
 HOUSE = "anycore"  # the distribution whose plugins are built in: always loaded, and first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -10,7 +11,8 @@ from importlib import import_module
 
 from anycore import __version__
 from anycore.cli.flags import Parser, nearest
-from anycore.errors import AnycoreError
+from anycore.errors import AnycoreError, ConfigError
+from anycore.server import logs
 
 COMMANDS = {
     "serve": "serve one or several models over HTTP",
@@ -71,7 +73,7 @@ def dispatch(words: list[str]) -> int:
         return 2
     module = import_module(f"anycore.cli.{name}")
     options = parser_of(name).read(rest)
-    start_log(getattr(options, "log_level", None))
+    start_log(options)
     code: int = module.run(options)
     return code
 
@@ -91,15 +93,14 @@ def overview() -> str:
     return "\n".join([*lines, "", "anycore COMMAND --help tells more. Start with: anycore serve demo"])
 
 
-def start_log(level: str | None) -> None:
-    """Log to stderr at the level asked for, else at ANYCORE_LOG's."""
-    name = (level or os.environ.get("ANYCORE_LOG") or "info").upper()
-    known = logging.getLevelName(name)
-    logging.basicConfig(
-        level=known if isinstance(known, int) else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+def start_log(options: argparse.Namespace) -> None:
+    """Log to stderr at the level of --log-level, else of ANYCORE_LOG, with API keys masked."""
+    levels = ("debug", "info", "warning", "error")
+    level = getattr(options, "log_level", None) or (os.environ.get("ANYCORE_LOG") or "info").lower()
+    if level not in levels:
+        raise ConfigError(f"ANYCORE_LOG must be one of {', '.join(levels)}, not {level!r}", param="log_level")
+    keys = getattr(options, "api_key", None) or ()
+    logs.configure(level, [keys] if isinstance(keys, str) else keys)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -38,7 +39,8 @@ def gather(options: argparse.Namespace) -> Settings:
     """
     path = getattr(options, "config", None)
     file = read_file(Path(path)) if path else SettingsFile({}, {}, ())
-    server = ServerConfig(**{**file.server, **given(options, ServerConfig)})
+    level = {"log_level": os.environ["ANYCORE_LOG"].lower()} if os.environ.get("ANYCORE_LOG") else {}
+    server = ServerConfig(**{**level, **file.server, **given(options, ServerConfig)})
     flags = given(options, ModelConfig)
     if file.models and flags.get("model"):
         raise ConfigError(f"give MODEL on the command line or models: in {path}, not both", param="model")

@@ -1,0 +1,84 @@
+"""What the commands that work without a server share: flags, inputs from stdin, and opening the model with progress."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from anycore.cli.flags import Parser, add_flags
+from anycore.cli.progress import show_progress
+from anycore.cli.settings import expand, given
+from anycore.config import ModelConfig
+from anycore.errors import BadRequest, ConfigError
+
+if TYPE_CHECKING:
+    from anycore.llm import LLM
+
+SAMPLING = {
+    "temperature": (float, "randomness, 0 to 2; 0 takes the most likely token"),
+    "top_p": (float, "keep the most likely tokens that together have this probability"),
+    "top_k": (int, "keep this many of the most likely tokens; 0: all"),
+    "min_p": (float, "keep tokens at least this share as likely as the most likely one"),
+    "repetition_penalty": (float, "above 1: avoid what prompt and output hold"),
+    "presence_penalty": (float, "-2 to 2: avoid what the output holds"),
+    "frequency_penalty": (float, "-2 to 2: avoid what the output holds often"),
+}
+"""Sampling flags: type and help. They join --override-generation-config, so the model's own defaults fill the rest."""
+
+NOT_HERE = ("model", "served_model_name", "task", "max_queued", "request_timeout")
+
+
+def add_model_flags(parser: Parser) -> None:
+    add_flags(parser, "model", ModelConfig, skip=NOT_HERE)
+
+
+def add_sampling_flags(parser: Parser, max_tokens: int | None) -> None:
+    group = parser.add_argument_group("sampling (default: the model's own)")
+    for name, (kind, text) in SAMPLING.items():
+        group.add_argument("--" + name.replace("_", "-"), dest=name, type=kind, metavar="NUMBER", help=text)
+    limit = "up to the model's length" if max_tokens is None else str(max_tokens)
+    text = f"longest output (default: {limit})"
+    group.add_argument("--max-tokens", dest="max_tokens", type=int, metavar="N", default=max_tokens, help=text)
+
+
+def open_model(options: argparse.Namespace, model: str, task: str) -> LLM:
+    """Open `model` for a task; of a built-in list, the first model for it.
+
+    Raises:
+        ConfigError: the list has no model for the task, or a setting is wrong.
+    """
+    values = {"model": model, **given(options, ModelConfig)}
+    chosen = {name: vars(options).get(name) for name in (*SAMPLING, "max_tokens")}
+    sampling = {name: value for name, value in chosen.items() if value is not None}
+    if sampling:
+        written = json.loads(values.get("override_generation_config") or "{}")
+        values["override_generation_config"] = json.dumps({**written, **sampling})
+    configs = expand(values)
+    fitting = [config for config in configs if config.task in ("auto", task)]
+    if not fitting:
+        raise ConfigError(f"{model} has no model for {task}", param="model")
+    config = fitting[0]
+    from anycore.llm import LLM
+
+    rest = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in ("model", "task")}
+    with show_progress() as progress:
+        return LLM(config.model, task=task, progress=progress, **rest)
+
+
+def texts_or_stdin(texts: list[str], *, lines: bool) -> list[str]:
+    """Return the texts given, else standard input: its lines, or all of it as one text.
+
+    Raises:
+        BadRequest: there is neither.
+    """
+    if texts:
+        return texts
+    if not sys.stdin.isatty():
+        read = sys.stdin.read()
+        texts = [line for line in read.splitlines() if line.strip()] if lines else [read] if read else []
+    if not texts:
+        raise BadRequest("there is no input: give it as arguments, or on standard input")
+    return texts

@@ -1,0 +1,39 @@
+"""Serves one model, the built-in list `demo`, or the models of a YAML file, on one port.
+
+A file's keys are the names of these flags; `models:` holds a list, each entry with its own settings, and settings
+beside it are defaults for all. The command line wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+from anycore.cli.flags import Parser, add_flags
+from anycore.cli.settings import gather
+from anycore.config import ModelConfig, ServerConfig, shown
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help="demo, or a folder, GGUF file, hub id, modelscope:ID or pkg:NAME",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    add_flags(parser, "model", ModelConfig)
+    add_flags(parser, "server", ServerConfig)
+
+
+def run(options: argparse.Namespace) -> int:
+    settings = gather(options)
+    log.info("server: %s", shown(settings.server) or "defaults")
+    for model in settings.models:
+        log.info("model: %s", shown(model))
+    from anycore.server.run import serve
+
+    return serve(settings.server, list(settings.models))
