@@ -15,7 +15,8 @@ from anycore.choose import Choice, choose
 from anycore.config import ModelConfig
 from anycore.contract.declare import DTYPES, Device, Level, Need, Task, find
 from anycore.engine.memory import MemoryPlan, Room, Wish, plan
-from anycore.engine.settle import Decision, is_paged, settle, wish_of
+from anycore.engine.settle import Decision, settle, wish_of
+from anycore.engine.tasks import is_paged
 from anycore.errors import ConfigError, TaskNotSupported, Unsupported
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec

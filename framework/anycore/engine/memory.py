@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anycore.contract.backend import KVSpec, Limits
 from anycore.contract.declare import DTYPES
+from anycore.contract.sizes import KVSpec, Limits
 from anycore.errors import ConfigError, DoesNotFit
 from anycore.models.spec import ModelSpec
 

@@ -7,22 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from anycore.contract.declare import Task
 from anycore.engine.request import PoolingParams
 from anycore.models.spec import ModelSpec
 
 EPSILON = 1e-12
 """Vectors are divided by max(norm, EPSILON), as sentence-transformers does."""
-
-
-def wanted_rows(spec: ModelSpec, task: Task) -> str:
-    """Which hidden rows of a request the output is made of: "first", "last" or "all"."""
-    if task is Task.RERANK and spec.score is not None and spec.score.kind == "yes_no":
-        return "last"
-    if task is Task.RERANK and spec.score is not None and spec.score.kind == "classifier":
-        return "first" if spec.attention == "bidirectional" else "last"
-    kind = spec.pooling.kind if spec.pooling else "last"
-    return {"cls": "first", "last": "last", "mean": "all", "max": "all"}[kind]
 
 
 def pool(rows: Tensor, counts: list[int], kind: str) -> Tensor:

@@ -17,10 +17,11 @@ from anycore.contract.backend import Backend, Limits, StepOutput
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.declare import Task
 from anycore.contract.sampling import report
-from anycore.engine.pooling import pool, wanted_rows
+from anycore.engine.pooling import pool
 from anycore.engine.request import Request, TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.scheduler import Entry, Step
+from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
 
 LOGIT_ROWS = 64
@@ -71,7 +72,7 @@ class Runner:
         self.limits = limits
         self.kv = kv
         self.sampler = Sampler(model.spec.vocab_size, backend.device)
-        self._rows = wanted_rows(model.spec, task) if task is not Task.GENERATE else "last"
+        self._rows = wanted_rows(model.spec, task)
         self._step = backend.optimize(self._run, limits)
         self._last: Launched | None = None
 

@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from anycore.contract.backend import Limits
+from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool, root_hash
 from anycore.engine.request import Request, Status
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from anycore.config import ModelConfig
 from anycore.contract.declare import BackendSpec, Support, Task
 from anycore.engine.memory import MemoryPlan, Wish
-from anycore.engine.pooling import wanted_rows
+from anycore.engine.tasks import is_paged
 from anycore.models.spec import ModelSpec
 
 
@@ -23,15 +23,6 @@ class Decision:
 
     def __str__(self) -> str:
         return f"{self.name} = {self.value} ({self.by}{': ' + self.why if self.why else ''})"
-
-
-def is_paged(spec: ModelSpec, task: Task) -> bool:
-    """Whether requests keep a KV cache, so that they can be split and share prefixes.
-
-    Generation always does. A causal model whose output is made of the last token alone does, too; what pools over
-    all tokens, or looks ahead, is computed in one piece and keeps nothing.
-    """
-    return spec.attention == "causal" and (task is Task.GENERATE or wanted_rows(spec, task) == "last")
 
 
 def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, backend: BackendSpec, support: Support, dtype: str) -> Wish:

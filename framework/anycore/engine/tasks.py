@@ -1,0 +1,26 @@
+"""How a task is computed on a model: which hidden rows it needs, and whether a request may be split. No torch."""
+
+from __future__ import annotations
+
+from anycore.contract.declare import Task
+from anycore.models.spec import ModelSpec
+
+
+def wanted_rows(spec: ModelSpec, task: Task) -> str:
+    """Which hidden rows of a request the output is made of: "first", "last" or "all"."""
+    if task is Task.GENERATE:
+        return "last"
+    if task is Task.RERANK and spec.score is not None and spec.score.kind != "cosine":
+        classifies_first = spec.score.kind == "classifier" and spec.attention == "bidirectional"
+        return "first" if classifies_first else "last"
+    kind = spec.pooling.kind if spec.pooling else "last"
+    return {"cls": "first", "last": "last", "mean": "all", "max": "all"}[kind]
+
+
+def is_paged(spec: ModelSpec, task: Task) -> bool:
+    """Whether requests keep a KV cache, so that they can be split and share prefixes.
+
+    Generation always does. A causal model whose output is made of the last token alone does, too; what pools over
+    all tokens, or looks ahead, is computed in one piece and keeps nothing.
+    """
+    return spec.attention == "causal" and wanted_rows(spec, task) == "last"
