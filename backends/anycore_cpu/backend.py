@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from anycore.contract.backend import Backend
-from anycore.contract.ops import Ops
 from anycore.errors import PluginError
 from anycore_cpu.memory import CpuMemory
+from anycore_cpu.ops import CpuOps
 from anycore_cpu.probe import usable_cores
 
 
@@ -20,4 +20,4 @@ class CpuBackend(Backend):
             raise PluginError(f"the cpu backend has one device, 0, not {index}", param="device")
         # torch knows OMP_NUM_THREADS and the affinity mask, but not a container's quota.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
-        super().__init__(torch.device("cpu"), CpuMemory(), Ops())
+        super().__init__(torch.device("cpu"), CpuMemory(), CpuOps())

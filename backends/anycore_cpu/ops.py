@@ -1,0 +1,73 @@
+"""The CPU's operations: packed weights, planned attention, and fewer torch calls a layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anycore.contract.batch import Batch
+from anycore.contract.ops import Ops
+from anycore.contract.weights import Weight
+from anycore_cpu import packed
+from anycore_cpu.attention import Plan, attend
+
+
+class CpuOps(Ops):
+    def __init__(self) -> None:
+        self.packs = {dtype for dtype in (torch.float32, torch.bfloat16) if packed.usable(dtype)}
+
+    def plan(self, batch: Batch) -> Plan:
+        return Plan(batch)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if softcap is not None:  # torch's kernel has no place for it
+            return super().attention(q, k, v, cache, batch, scale, window, softcap)
+        plan = batch.plan if batch.plan is not None else self.plan(batch)
+        return attend(plan, q, k, v, cache, scale, window)
+
+    def pack(self, weight: Weight) -> Tensor:
+        return packed.reorder(weight.data) if weight.data.dtype in self.packs else weight.data
+
+    def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
+        if handle.is_mkldnn:
+            return packed.linear(x, handle, bias)
+        return super().linear(x, handle, bias)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if residual is not None:
+            x = x + residual
+        # torch takes a low-precision x with a float32 weight and bias, and computes in float32.
+        return F.layer_norm(x, weight.shape, weight, bias, eps), x
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    def gated(self, x: Tensor, kind: str) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.activation(gate, kind).mul_(up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`contract.reference.rotate` in fewer passes: the halves are a dimension of their own."""
+    rows, heads, dim = x.shape
+    pairs = x.float().view(rows, heads, 2, dim // 2)
+    out = pairs * cos[:, None, None]
+    sin = sin[:, None]
+    out[:, :, 0].addcmul_(pairs[:, :, 1], sin, value=-1)
+    out[:, :, 1].addcmul_(pairs[:, :, 0], sin)
+    return out.view(rows, heads, dim).to(x.dtype)
