@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+
+from anycore.contract.backend import Backend
+from anycore.contract.weights import DenseWeight
+from anycore.errors import WeightsError
+from anycore.models.decoder import Decoder
+from anycore.models.encoder import Encoder
+from anycore.models.layers import Dense
+from anycore.models.parameters import Parameter, dense, parameters
+from anycore.models.shards import Safetensors
+from anycore.models.source import Progress, Source
+from anycore.models.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+Model = Decoder | Encoder
+
+DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NAMED = 8
+"""How many tensors a message names before it only counts them."""
 
 
 class Checkpoint(Protocol):
@@ -15,8 +38,10 @@ class Checkpoint(Protocol):
     Opening a checkpoint reads headers only and raises WeightsError for whatever is damaged in them.
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """Name to shape of every tensor, in the order in which reading is cheapest."""
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name to shape of every tensor, in the order in which reading is cheapest."""
+        ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, host tensor) once for each name of `shapes`, in its order.
@@ -29,3 +54,177 @@ class Checkpoint(Protocol):
     def file_of(self, name: str) -> str:
         """The file that holds a tensor, for messages."""
         ...
+
+
+PREFIXES = re.compile(
+    r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.|bert\.|roberta\.|xlm_roberta\.)"
+)
+RENAMED = ((".gamma", ".weight"), (".beta", ".bias"))
+"""Endings that BERT's first checkpoints use for their norms."""
+
+UNUSED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$|^(pooler|cls|lm_head)\.")
+"""Tensors that a checkpoint may well hold though nothing here reads them: buffers, and heads of other uses."""
+
+
+def load(source: Source, spec: ModelSpec, backend: Backend, dtype: str, progress: Progress | None = None) -> Model:
+    """Load a model onto the backend's device, casting its weights to `dtype`.
+
+    Raises:
+        WeightsError: files are damaged or incomplete; raised before any weight is read.
+    """
+    checkpoint = open_checkpoint(source)
+    weights = fill(parameters(spec), checkpoint, spec.architecture, backend, dtype, progress)
+    if spec.head == "lm" and spec.tied:
+        tie(weights, source)
+    modules: list[Dense] = []
+    for module, wanted in dense(spec):
+        part = fill(wanted, Safetensors(source.folder / module.folder), module.folder, backend, "float32", None)
+        modules.append(Dense(backend.ops, part, module))
+    build = Decoder if spec.family == "decoder" else Encoder
+    return build(spec, weights, backend.ops, modules)
+
+
+def check(source: Source, spec: ModelSpec) -> None:
+    """Check the weight files as `load` does, from their headers alone.
+
+    Raises:
+        WeightsError: see `load`.
+    """
+    checkpoint = open_checkpoint(source)
+    match(parameters(spec), checkpoint, spec.architecture)
+    for module, wanted in dense(spec):
+        match(wanted, Safetensors(source.folder / module.folder), module.folder)
+
+
+def open_checkpoint(source: Source) -> Checkpoint:
+    if source.gguf is None:
+        return Safetensors(source.folder)
+    from anycore.models.gguf_weights import GgufCheckpoint
+
+    return GgufCheckpoint(source.gguf)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint tensor goes: rows `first` to `first + rows` of a parameter."""
+
+    parameter: Parameter
+    first: int
+    rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.parameter.shape[1:])
+
+
+def canonical(name: str) -> str:
+    """A checkpoint's name as `parameters` spells it."""
+    name = PREFIXES.sub("", name)
+    for old, new in RENAMED:
+        if name.endswith(old):
+            return name[: -len(old)] + new
+    return name
+
+
+def match(wanted: list[Parameter], checkpoint: Checkpoint, what: str) -> dict[str, Place]:
+    """Return the place of each checkpoint tensor that is wanted; say which are left over.
+
+    Raises:
+        WeightsError: a tensor is missing, there twice, or of another shape.
+    """
+    places: dict[str, Place] = {}
+    for parameter in wanted:
+        first = 0
+        for name, rows in parameter.parts:
+            places[name] = Place(parameter, first, rows)
+            first += rows
+    found: dict[str, str] = {}
+    extra = []
+    for name, shape in checkpoint.shapes.items():
+        plain = canonical(name)
+        if plain not in places:
+            extra += [] if UNUSED.search(plain) else [name]
+            continue
+        if plain in found:
+            raise WeightsError(f"{checkpoint.file_of(name)}: {name} and {found[plain]} are the same tensor twice")
+        found[plain] = name
+        if tuple(shape) != places[plain].shape:
+            raise WeightsError(
+                f"{checkpoint.file_of(name)}: {name} has shape {list(shape)}, but config.json makes it "
+                f"{list(places[plain].shape)}: the two do not belong together"
+            )
+    missing = [name for name, place in places.items() if name not in found and not place.parameter.optional]
+    if missing:
+        raise WeightsError(missing_message(missing, places, checkpoint, what))
+    if extra:
+        log.warning("%d tensors of the checkpoint are not used by %s: %s", len(extra), what, some(extra))
+    return {name: places[plain] for plain, name in found.items()}
+
+
+def missing_message(missing: list[str], places: dict[str, Place], checkpoint: Checkpoint, what: str) -> str:
+    files = sorted({checkpoint.file_of(name) for name in checkpoint.shapes})
+    text = f"{some(files)}: {len(missing)} of {len(places)} tensors of {what} are missing: {some(missing)}"
+    if missing == ["lm_head.weight"]:
+        text += ' (config.json does not say "tie_word_embeddings": true, so the head is a matrix of its own)'
+    return text
+
+
+def some(names: list[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def fill(
+    wanted: list[Parameter],
+    checkpoint: Checkpoint,
+    what: str,
+    backend: Backend,
+    dtype: str,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Return finished parameters by name: cast, fused, on the device, and packed where `ops.linear` takes them."""
+    places = match(wanted, checkpoint, what)
+    total = sum(place.parameter.size for place in places.values()) or 1
+    waiting: dict[str, tuple[Tensor, int]] = {}  # parameters under way, and the rows they still lack
+    finished: dict[str, Any] = {}
+    done = 0
+    for name, tensor in checkpoint.tensors():
+        place = places.get(name)
+        if place is None:
+            continue
+        if tensor.dtype not in DENSE:
+            raise WeightsError(
+                f"{checkpoint.file_of(name)}: {name} is {tensor.dtype}: quantised weights are not supported"
+            )
+        parameter = place.parameter
+        target = getattr(torch, "float32" if parameter.exact else dtype)
+        host, rows = waiting.get(parameter.name) or (torch.empty(parameter.shape, dtype=target), parameter.shape[0])
+        host[place.first : place.first + place.rows].copy_(tensor)
+        waiting[parameter.name] = host, rows - place.rows
+        if rows == place.rows:
+            del waiting[parameter.name]
+            weight = backend.memory.upload(host)
+            finished[parameter.name] = backend.ops.pack(DenseWeight(weight)) if parameter.packed else weight
+        done += parameter.size * place.rows // parameter.shape[0]
+        if progress is not None:
+            progress("weights", done / total)
+    lacking = [p.name for p in wanted if p.name not in finished and not p.optional]
+    if lacking:
+        raise WeightsError(f"{what}: the checkpoint listed but did not give {some(lacking)}")
+    return finished
+
+
+def tie(weights: dict[str, Any], source: Source) -> None:
+    """Drop a head that equals the embedding table it is tied to; keep one that differs, and say so."""
+    head = weights.get("lm_head.weight")
+    if head is None:
+        return
+    if torch.equal(head, weights["embed_tokens.weight"]):
+        del weights["lm_head.weight"]
+        return
+    log.warning(
+        "%s: config.json ties the head to the embedding table, but the checkpoint holds another lm_head.weight: "
+        "the checkpoint's is used and takes %d bytes more",
+        source.name,
+        head.numel() * head.element_size(),
+    )

@@ -1,12 +1,20 @@
-"""What a model is, as plain numbers and flags: made from `config.json` alone, before any weight is touched."""
+"""What a model is, as plain numbers and flags: made from `config.json` alone, before any weight is touched.
+
+No torch here. `families.py` reads `config.json`, `companions.py` the sentence-transformers files beside it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
-from anycore.contract.declare import Task
+from anycore.contract.declare import DTYPES, Need, Task
+from anycore.models.parameters import counted
+
+if TYPE_CHECKING:
+    from anycore.contract.backend import KVSpec
+    from anycore.models.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +24,27 @@ class RopeSpec:
     theta: float
     kind: str = "default"
     parameters: tuple[tuple[str, float], ...] = ()  # factor, low_freq_factor, …, as in Hugging Face
+
+    def reach(self, max_positions: int) -> int:
+        """Longest sequence in tokens, for a config that says `max_positions`.
+
+        "yarn" and "dynamic" stretch what the model was trained for, and configs often keep saying the latter.
+        """
+        numbers = dict(self.parameters)
+        if self.kind not in ("yarn", "dynamic"):
+            return max_positions
+        return max(max_positions, int(numbers["original_max_position_embeddings"] * numbers["factor"]))
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A sentence-transformers Dense module: a layer between pooling and normalisation."""
+
+    folder: str  # its files, such as "2_Dense"
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: str = "tanh"  # "tanh", "identity", "relu", "gelu", "silu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +58,7 @@ class PoolingSpec:
     prompts: tuple[tuple[str, str], ...] = ()  # name -> text put before the input
     default_prompt: str | None = None
     max_length: int | None = None  # sentence_bert_config.json's max_seq_length
-    dense: tuple[str, ...] = ()  # folders of sentence-transformers Dense modules, applied in order
+    dense: tuple[DenseSpec, ...] = ()  # applied in order, before normalisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +68,7 @@ class ScoreSpec:
     kind: str
     labels: int = 1
     activation: str = "sigmoid"  # "sigmoid", "softmax", "identity"
-    yes_no_ids: tuple[int, int] | None = None  # "yes_no": rows of the head
+    yes_no_ids: tuple[int, int] | None = None  # "yes_no": the token ids of (yes, no), rows of the head
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +109,46 @@ class ModelSpec:
     pad_id: int | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    head: str | None = None  # "lm", "classifier", or None: the hidden states are the result
     pooling: PoolingSpec | None = None
     score: ScoreSpec | None = None
+
+    @property
+    def vector_size(self) -> int:
+        """Length of the vectors of an embedder."""
+        dense = self.pooling.dense if self.pooling else ()
+        return dense[-1].outputs if dense else self.hidden_size
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of weights the loaded model holds; a tied head counts once."""
+        return sum(p.size for p in counted(self))
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of all weights when loaded as `dtype`. Exact: norms and dense modules stay in float32."""
+        return sum(p.size * DTYPES["float32" if p.exact else dtype] for p in counted(self))
+
+    def kv(self, block_size: int, dtype: str) -> KVSpec:
+        """The paged KV cache this model needs."""
+        from anycore.contract.backend import KVSpec  # the live side of the contract imports torch
+
+        return KVSpec(self.layers, self.kv_heads, self.head_dim, block_size, dtype)
+
+    def need(self, task: Task, weights: str, block_size: int | None = None, chip: str | None = None) -> Need:
+        """What serving `task` asks of a backend. The engine adds the features that its flags turn on."""
+        used = {
+            "sliding_window": any(self.windows),
+            "softcap": self.softcap is not None,
+            "token_types": self.token_type_count > 1,
+        }
+        features = tuple(name for name, asked in used.items() if asked)
+        return Need(task, self.attention, self.architecture, weights, self.head_dim, block_size, features, chip)
+
+    def for_task(self, task: Task) -> ModelSpec:
+        """This model served for one task only: a language model's head is left out where nothing reads it."""
+        cosine = self.score is not None and self.score.kind == "cosine"
+        headless = task is Task.EMBED or (task is Task.RERANK and cosine)
+        return replace(self, tasks=(task,), head=None if headless else self.head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +157,18 @@ class Architecture:
 
     name: str
     spec: Callable[[dict[str, Any]], ModelSpec]
+
+
+def read_spec(source: Source, architectures: Iterable[Architecture] = (), pooling: str | None = None) -> ModelSpec:
+    """Read the spec of a located model from its `config.json` and the companion files beside it.
+
+    `architectures` come from plugins and win over the built-in ones; `pooling` is the user's and wins over the files.
+
+    Raises:
+        Unsupported: no architecture of that name is known, or it uses something anycore does not compute.
+        ConfigError: a file contradicts itself, or says something that is not understood.
+    """
+    from anycore.models import companions, families  # they are made of the nouns above
+
+    config = source.config()
+    return companions.apply(families.read(config, architectures), source, config, pooling)

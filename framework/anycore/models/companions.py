@@ -1,0 +1,271 @@
+"""What the files beside `config.json` add to a spec: pooling, prompts, activations, and which tokens mean yes and no.
+
+The formats are sentence-transformers'. What a file says always wins over a default; what it says and we do not
+understand is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from anycore.contract.declare import Task
+from anycore.errors import ConfigError, Unsupported
+from anycore.models.spec import DenseSpec, ModelSpec, PoolingSpec, ScoreSpec
+
+if TYPE_CHECKING:
+    from anycore.models.source import Source
+
+POOLING = {"cls": "cls", "mean": "mean", "max": "max", "last": "last", "lasttoken": "last"}
+POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+ACTIVATIONS = {
+    "Identity": "identity",
+    "Sigmoid": "sigmoid",
+    "Softmax": "softmax",
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
+"""Class names at the end of the dotted paths that sentence-transformers writes. They are never imported."""
+
+ASKS_YES_OR_NO = re.compile(r"""can only be ["']?yes["']? or ["']?no["']?""", re.IGNORECASE)
+"""What the prompt of a yes/no reranker says; the chat templates of such models contain it."""
+
+
+def apply(spec: ModelSpec, source: Source, config: dict[str, Any], pooling: str | None = None) -> ModelSpec:
+    """Return the spec completed from the model's other files. `pooling` is the user's, against the files."""
+    generation = source.read_json("generation_config.json") or {}
+    ends = generation.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    spec = replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *ends))))
+    modules = read_modules(source)
+    if spec.score is not None and spec.score.kind == "classifier" and "classifier_from_token" not in config:
+        return replace(spec, score=replace(spec.score, activation=activation_of_score(source, config, spec.score)))
+    if spec.family == "decoder":
+        ids = yes_no_ids(spec, source, config, modules)
+        if ids is not None:
+            score = ScoreSpec("yes_no", 2, "softmax", ids)
+            return replace(spec, tasks=(Task.RERANK, Task.GENERATE), head="lm", pooling=None, score=score)
+    if spec.pooling is None:
+        return spec
+    vectors = read_pooling(spec.pooling, source, config, modules, pooling)
+    if "Pooling" in dict(modules) and Task.GENERATE in spec.tasks:
+        # A language model with a pooling file is an embedder; its checkpoint may have no head at all.
+        spec = replace(
+            spec, tasks=(Task.EMBED, Task.RERANK), head=None, score=ScoreSpec("cosine", activation="identity")
+        )
+    check_dense(vectors, spec)
+    return replace(spec, pooling=vectors)
+
+
+def read_modules(source: Source) -> list[tuple[str, str]]:
+    """(kind, folder) of each sentence-transformers module; without modules.json, what 1_Pooling alone implies."""
+    rows = source.read_json("modules.json")
+    if rows is None:
+        alone = source.read_json("1_Pooling/config.json") is not None
+        return [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "")] if alone else []
+    modules = [(str(row["type"]), str(row.get("path", ""))) for row in rows]
+    foreign = [kind for kind, _ in modules if not kind.startswith("sentence_transformers.")]
+    if foreign:
+        raise Unsupported(
+            f"modules.json of {source.name} asks to run code from the checkpoint ({', '.join(foreign)}), which anycore "
+            "never does"
+        )
+    return [(kind.rsplit(".", 1)[-1], path) for kind, path in modules]
+
+
+def read_pooling(
+    default: PoolingSpec,
+    source: Source,
+    config: dict[str, Any],
+    modules: list[tuple[str, str]],
+    flag: str | None,
+) -> PoolingSpec:
+    """Read pooling, dense layers, normalisation, prompts and lengths of an embedder."""
+    known = ["Transformer", "Pooling", "Dense", "Normalize", "Dropout"]
+    kinds = [kind for kind, _ in modules if kind != "Dropout"]
+    strange = [kind for kind in kinds if kind not in known]
+    if strange:
+        raise Unsupported(f"modules.json of {source.name} names {', '.join(strange)}: known are {', '.join(known)}")
+    if kinds != sorted(kinds, key=known.index) or kinds.count("Pooling") > 1:
+        raise Unsupported(f"modules.json of {source.name}: the order {', '.join(kinds)} is not {', '.join(known[:4])}")
+    prompts = source.read_json("config_sentence_transformers.json") or {}
+    if prompts.get("model_type", "SentenceTransformer") != "SentenceTransformer":
+        raise Unsupported(f"{source.name} is a sentence-transformers {prompts['model_type']}, which is not supported")
+    lengths = source.read_json("sentence_bert_config.json") or {}
+    pooling = replace(
+        default,
+        matryoshka=tuple(config.get("matryoshka_dimensions") or config.get("matryoshka_dims") or ()),
+        prompts=tuple((prompts.get("prompts") or {}).items()),
+        default_prompt=prompts.get("default_prompt_name"),
+        max_length=lengths.get("max_seq_length"),
+    )
+    names = dict(pooling.prompts)
+    if pooling.default_prompt is not None and pooling.default_prompt not in names:
+        raise ConfigError(
+            f"config_sentence_transformers.json of {source.name}: default_prompt_name {pooling.default_prompt!r} is "
+            f"not among its prompts ({', '.join(names) or 'there are none'})"
+        )
+    if flag is not None:
+        pooling = replace(pooling, kind=flag, source="flag")
+    folder = dict(modules).get("Pooling")
+    if folder is None:
+        return pooling
+    if flag is None:
+        pooling = replace(pooling, kind=pooling_kind(source, f"{folder}/config.json"), source="files")
+    return replace(
+        pooling,
+        normalize="Normalize" in kinds,
+        dense=tuple(read_dense(source, path) for kind, path in modules if kind == "Dense"),
+    )
+
+
+def pooling_kind(source: Source, name: str) -> str:
+    """Read which rows a vector is made of, from the old layout (a boolean a mode) or the new one (one string)."""
+    written = source.read_json(name)
+    if written is None:
+        raise ConfigError(f"{source.name}: modules.json names a Pooling module, but {name} does not exist")
+    modes = written.get("pooling_mode")
+    if modes is None:
+        modes = [mode for key, mode in POOLING_FLAGS.items() if written.get(key)]
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    if len(modes) != 1 or modes[0] not in POOLING:
+        raise ConfigError(
+            f"{source.name}: {name} asks for pooling {' and '.join(map(str, modes)) or 'of no kind'}, which is not "
+            "supported: cls, mean, max and lasttoken are, one at a time. --pooling overrides the file",
+            param="pooling",
+        )
+    if written.get("include_prompt") is False:
+        raise Unsupported(f"{source.name}: {name} leaves the prompt out of pooling (include_prompt), not supported")
+    return POOLING[modes[0]]
+
+
+def read_dense(source: Source, folder: str) -> DenseSpec:
+    written = source.read_json(f"{folder}/config.json")
+    if written is None:
+        raise ConfigError(f"{source.name}: modules.json names a Dense module, but {folder}/config.json does not exist")
+    taken = [written.get("module_input_name"), written.get("module_output_name")]
+    if written.get("use_residual") or any(name not in (None, "sentence_embedding") for name in taken):
+        raise Unsupported(
+            f"{source.name}: {folder}/config.json uses a residual or other inputs, which is not supported"
+        )
+    kind = activation(
+        str(written.get("activation_function", "torch.nn.modules.activation.Tanh")), f"{folder}/config.json"
+    )
+    return DenseSpec(folder, written["in_features"], written["out_features"], bool(written.get("bias", True)), kind)
+
+
+def check_dense(pooling: PoolingSpec, spec: ModelSpec) -> None:
+    width = spec.hidden_size
+    for dense in pooling.dense:
+        if dense.inputs != width:
+            raise ConfigError(f"{dense.folder}/config.json: in_features is {dense.inputs}, but vectors have {width}")
+        width = dense.outputs
+
+
+def activation_of_score(source: Source, config: dict[str, Any], score: ScoreSpec) -> str:
+    """The activation of a cross-encoder, from wherever a sentence-transformers version wrote it."""
+    beside = source.read_json("config_sentence_transformers.json") or {}
+    path = beside.get("activation_fn") or (config.get("sentence_transformers") or {}).get("activation_fn")
+    path = path or config.get("sbert_ce_default_activation_function")
+    kind = activation(path, "config.json") if path else score.activation
+    if kind not in ("identity", "sigmoid", "softmax"):
+        raise Unsupported(f"{source.name}: scores through {kind} are not supported: identity, sigmoid and softmax are")
+    return kind
+
+
+def activation(path: str, name: str) -> str:
+    last = path.rsplit(".", 1)[-1]
+    if not path.startswith("torch.nn.") or last not in ACTIVATIONS:
+        raise Unsupported(
+            f"{name}: activation {path!r} is not supported: known are torch.nn's {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[last]
+
+
+def yes_no_ids(
+    spec: ModelSpec, source: Source, config: dict[str, Any], modules: list[tuple[str, str]]
+) -> tuple[int, int] | None:
+    """Return the ids of (yes, no) if a language model was made for reranking, else None.
+
+    In this order: a LogitScore module names the ids; config.json names the words; the chat template asks for "yes" or
+    "no"; or the model's own name says that it is a Qwen3 reranker (its first releases carry no other sign).
+    """
+    folder = dict(modules).get("LogitScore")
+    if folder is not None:
+        ids = source.read_json(f"{folder}/config.json") or {}
+        if not isinstance(ids.get("true_token_id"), int) or not isinstance(ids.get("false_token_id"), int):
+            raise Unsupported(f"{source.name}: {folder}/config.json must name true_token_id and false_token_id")
+        return check_ids((ids["true_token_id"], ids["false_token_id"]), spec, f"{folder}/config.json")
+    words = config.get("classifier_from_token")
+    if words is not None:
+        if len(words) != 2:
+            raise ConfigError(f"config.json: classifier_from_token must be two words (no, yes), not {words!r}")
+        return token_ids(source, spec, str(words[1]), str(words[0]))
+    if spec.head != "lm" or not (asks_yes_or_no(source) or named_reranker(source, config)):
+        return None
+    return token_ids(source, spec, "yes", "no")
+
+
+def asks_yes_or_no(source: Source) -> bool:
+    if source.gguf is not None:
+        from anycore.models.gguf import GgufFile
+
+        template = GgufFile(source.gguf).get("tokenizer.chat_template", "")
+    elif (path := source.path("chat_template.jinja")) is not None:
+        template = path.read_text(encoding="utf-8")
+    else:
+        template = (source.read_json("tokenizer_config.json") or {}).get("chat_template") or ""
+    return ASKS_YES_OR_NO.search(str(template)) is not None
+
+
+def named_reranker(source: Source, config: dict[str, Any]) -> bool:
+    """Whether the model card or the model's own name (never the name it is served under) says "Qwen3 reranker"."""
+    if not config["architectures"][0].startswith("Qwen3"):
+        return False
+    card = source.path("README.md")
+    if card is not None:
+        matter = card.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]
+        if re.search(r"^pipeline_tag:\s*text-ranking\s*$", matter, re.MULTILINE):
+            return True
+    folders = [folder.name for folder in (source.folder, *source.folder.parents[:2])]  # hub: NAME/snapshots/REVISION
+    cached = folders[2:] if folders[1:2] == ["snapshots"] else folders[:1]
+    own = [source.name, source.gguf.name if source.gguf else "", str(config.get("_name_or_path") or ""), *cached]
+    return any(re.search(r"qwen3[-_. ]?rerank", name.rsplit("/", 1)[-1], re.IGNORECASE) for name in own)
+
+
+def token_ids(source: Source, spec: ModelSpec, yes: str, no: str) -> tuple[int, int]:
+    """Look two words up in the vocabulary."""
+    vocabulary = read_vocabulary(source)
+    if yes not in vocabulary or no not in vocabulary:
+        raise ConfigError(
+            f"{source.name} looks like a reranker that answers {yes!r} or {no!r}, but its vocabulary (tokenizer.json "
+            "or vocab.json) does not hold both words as tokens"
+        )
+    return check_ids((vocabulary[yes], vocabulary[no]), spec, "tokenizer.json")
+
+
+def read_vocabulary(source: Source) -> dict[str, int]:
+    """Token to id, as far as the model's own files say it in plain."""
+    if source.gguf is not None:
+        from anycore.models.gguf import GgufFile
+
+        return {token: i for i, token in enumerate(GgufFile(source.gguf).get("tokenizer.ggml.tokens", []))}
+    tokenizer = source.read_json("tokenizer.json") or {}
+    pieces = (tokenizer.get("model") or {}).get("vocab") or source.read_json("vocab.json") or {}
+    return pieces if isinstance(pieces, dict) else {piece: i for i, (piece, _) in enumerate(pieces)}
+
+
+def check_ids(ids: tuple[int, int], spec: ModelSpec, name: str) -> tuple[int, int]:
+    if any(not 0 <= i < spec.vocab_size for i in ids) or ids[0] == ids[1]:
+        raise ConfigError(f"{name}: yes and no must be two ids below {spec.vocab_size}, not {ids[0]} and {ids[1]}")
+    return ids

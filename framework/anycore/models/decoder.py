@@ -1,0 +1,107 @@
+"""Llama, Mistral, Qwen2, Qwen3 and Gemma 3 as one class: what differs are the flags of its ModelSpec."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anycore.contract.batch import Batch
+from anycore.contract.ops import Ops
+from anycore.contract.weights import DenseWeight
+from anycore.models.layers import Attention, Dense, Linear, RMSNorm, Rotary, Weights, project
+from anycore.models.spec import ModelSpec
+
+Angles = tuple[Tensor, Tensor]
+
+
+class Layer:
+    """Attention and a gated MLP, each between a norm and the residual stream; Gemma norms their results too."""
+
+    def __init__(self, ops: Ops, weights: Weights, spec: ModelSpec, index: int) -> None:
+        name = f"layers.{index}"
+        self.ops = ops
+        self.kind = spec.activation
+        self.attention = Attention(ops, weights, spec, index, f"{name}.self_attn.qkv_proj", f"{name}.self_attn.o_proj")
+        self.gate_up = Linear(ops, weights, f"{name}.mlp.gate_up_proj")
+        self.down = Linear(ops, weights, f"{name}.mlp.down_proj")
+        self.before_attention = RMSNorm(ops, weights, f"{name}.input_layernorm", spec)
+        after = RMSNorm(ops, weights, f"{name}.post_attention_layernorm", spec)
+        self.after: tuple[RMSNorm, RMSNorm] | None = None
+        self.before_mlp = after
+        if spec.norm_after:
+            self.before_mlp = RMSNorm(ops, weights, f"{name}.pre_feedforward_layernorm", spec)
+            self.after = after, RMSNorm(ops, weights, f"{name}.post_feedforward_layernorm", spec)
+
+    def __call__(self, x: Tensor, residual: Tensor | None, batch: Batch, angles: Angles) -> tuple[Tensor, Tensor]:
+        """[T, H] and the residual stream it is to be added to → the same for the next layer."""
+        x, residual = self.before_attention(x, residual)
+        x = self.attention(x, batch, angles)
+        if self.after is not None:
+            x, _ = self.after[0](x)
+        x, residual = self.before_mlp(x, residual)
+        x = self.down(self.ops.gated(self.gate_up(x), self.kind))
+        if self.after is not None:
+            x, _ = self.after[1](x)
+        return x, residual
+
+
+class Decoder:
+    """A causal language model, an embedder made of one, or a reranker: the spec says which head there is."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, dense: list[Dense]) -> None:
+        assert spec.rope is not None
+        self.spec = spec
+        self.ops = ops
+        self.dense = dense
+        self.table: Tensor = weights["embed_tokens.weight"]
+        # As Hugging Face does, the scale is rounded to the dtype before it multiplies.
+        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self.table.dtype))
+        self.layers = [Layer(ops, weights, spec, index) for index in range(spec.layers)]
+        self.norm = RMSNorm(ops, weights, "norm", spec)
+        self.rotary = Rotary(spec.rope, spec.head_dim, self.table.device)
+        self.rotary_local = (
+            Rotary(spec.rope_local, spec.head_dim, self.table.device) if spec.rope_local else self.rotary
+        )
+        self.head: Linear | None = None
+        self.scorer: Linear | None = None
+        if spec.head == "classifier":
+            self.scorer = Linear(ops, weights, "score")
+        if spec.head == "lm":
+            head: Tensor = weights.get("lm_head.weight", self.table)
+            self.head = rows_of(head, ops)
+            if spec.score is not None and spec.score.yes_no_ids is not None:
+                yes, no = spec.score.yes_no_ids
+                self.scorer = rows_of(head[[no, yes]], ops)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the hidden states [T, H] after the final norm."""
+        x = self.ops.embedding(batch.input_ids, self.table)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        angles = self.rotary(batch.positions)
+        local = angles if self.rotary_local is self.rotary else self.rotary_local(batch.positions)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch, local if layer.attention.window is not None else angles)
+        return self.norm(x, residual)[0]
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """[R, H] → [R, V] float32."""
+        assert self.head is not None, "this model was loaded without a language-model head"
+        logits = self.head(rows).float()
+        cap = self.spec.logits_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def score(self, rows: Tensor) -> Tensor:
+        """[R, H] of last tokens → [R, labels] float32; a yes/no reranker's are the logits of (no, yes)."""
+        assert self.scorer is not None, "this model has no head that scores"
+        return self.scorer(rows).float()
+
+    def project(self, vectors: Tensor) -> Tensor:
+        """[B, H] float32 → [B, D]."""
+        return project(vectors, self.dense)
+
+
+def rows_of(table: Tensor, ops: Ops) -> Linear:
+    """A table of token vectors, or some of its rows, as a matrix to multiply by."""
+    return Linear(ops, {"rows.weight": ops.pack(DenseWeight(table))}, "rows")
