@@ -1,0 +1,47 @@
+"""Builds the FastAPI application: state, gate, error handlers, and one router for each family of routes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from anycore import __version__
+from anycore.config import ServerConfig
+from anycore.server import failures, gate, models_routes, operations
+from anycore.server.auth import Guard
+from anycore.server.metrics import Metrics
+from anycore.server.state import ServedModel, ServerState
+
+if TYPE_CHECKING:
+    from anycore.plugins import Plugins
+
+ROUTERS = (
+    operations.router,
+    models_routes.router,
+)
+"""Every family of routes. Each module makes its own `router`."""
+
+
+def create_app(
+    config: ServerConfig,
+    models: list[ServedModel],
+    *,
+    guard: Guard | None = None,
+    metrics: Metrics | None = None,
+    plugins: Plugins | None = None,
+) -> FastAPI:
+    """Make the application. Models may still be loading; the routes say so until they are ready."""
+    app = FastAPI(
+        title="anycore",
+        version=__version__,
+        description="OpenAI-compatible inference: generate, embed and rerank on any hardware.",
+        redirect_slashes=False,
+    )
+    state = ServerState(config, models, guard or Guard([]), metrics or Metrics(), plugins)
+    app.state.anycore = state
+    failures.add_handlers(app)
+    app.add_middleware(gate.Gate, guard=state.guard, max_body=config.max_body_size)
+    for router in ROUTERS:
+        app.include_router(router)
+    return app

@@ -1,0 +1,215 @@
+"""The engine process of one model: `python -m anycore.server.child`, started and fed by `bridge.EngineClient`.
+
+It plans, waits for the word to load, loads, and then turns the loop: commands in, one engine step, one report out.
+It exits when told, when the engine fails, and at once when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from anycore.engine.request import Delta, NewRequest, Stats
+from anycore.errors import AnycoreError, Unavailable
+from anycore.server import logs, wire
+
+LINGER_MS = 2000  # how long last words may take to leave
+PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What the loop needs of `engine.engine.Engine`."""
+
+    scheduler: Any  # its lists `waiting` and `running`
+
+    def add(self, new: NewRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def step(self) -> list[Delta]: ...
+    def has_work(self) -> bool: ...
+    def stats(self) -> Stats: ...
+
+
+Progress = Callable[[str, float], None]
+
+Build = Callable[[Progress], "tuple[Engine, dict[str, Any]]"]
+"""Progress -> the engine, ready to run, and its card."""
+
+Launch = Callable[[wire.Boot, Progress], "tuple[wire.Planned, Build]"]
+"""Settings -> what will be served, and how to build it. No weights are read before `Build` is called."""
+
+
+class Link:
+    """The engine process's end of the two sockets. Sending never blocks; the front may be as slow as it likes."""
+
+    def __init__(self, boot: wire.Boot) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._commands = self._context.socket(zmq.PULL)
+        self._reports = self._context.socket(zmq.PUSH)
+        for socket in (self._commands, self._reports):
+            socket.set_hwm(0)
+            socket.linger = LINGER_MS
+        self._commands.bind(boot.commands)
+        self._reports.connect(boot.reports)
+        self._shown: tuple[str, int] | None = None
+
+    def receive(self, wait: bool) -> list[wire.Command]:
+        """Return the commands that have arrived; with `wait`, block until there is one."""
+        commands: list[wire.Command] = []
+        while True:
+            try:
+                commands += wire.decode_commands(self._commands.recv(0 if wait and not commands else zmq.NOBLOCK))
+            except zmq.Again:
+                return commands
+
+    def send(self, report: wire.Report) -> None:
+        self._reports.send(wire.encode(report))
+
+    def progress(self, name: str, fraction: float) -> None:
+        """Report progress in whole percents."""
+        shown = (name, int(100 * fraction))
+        if shown != self._shown:
+            self._shown = shown
+            self.send(wire.Progress(name, min(max(fraction, 0.0), 1.0)))
+
+    def close(self) -> None:
+        self._commands.close()
+        self._reports.close()
+        self._context.term()
+
+
+def run(boot: wire.Boot, launch: Launch) -> int:
+    """Serve one model until told to stop; return the exit code."""
+    link = Link(boot)
+    try:
+        planned, build = launch(boot, link.progress)
+        link.send(planned)
+        if any(isinstance(command, wire.Stop) for command in link.receive(wait=True)):
+            return 0
+        engine, card = build(link.progress)
+        link.send(wire.Ready(card, engine.stats()))
+        turn(engine, link)
+        return 0
+    except AnycoreError as error:
+        log.debug("giving up", exc_info=error)
+        link.send(wire.Failed(error.message, error.param, error.code, error.exit_code))
+        return error.exit_code
+    except Exception as error:
+        logs.log_crash(log, "the engine failed", error)
+        link.send(wire.Failed(f"the engine failed ({type(error).__name__}); the log above says where"))
+        return 1
+    finally:
+        link.close()
+
+
+def turn(engine: Engine, link: Link) -> None:
+    """Take commands and step while there is work; sleep while there is none."""
+    while True:
+        output = wire.Output()
+        for command in link.receive(wait=not engine.has_work()):
+            if isinstance(command, wire.Stop):
+                return
+            obey(engine, command, output)
+        if engine.has_work():
+            output.deltas = engine.step()
+        output.stats = engine.stats()
+        link.send(output)
+
+
+def obey(engine: Engine, command: wire.Command, output: wire.Output) -> None:
+    """Carry out one command; what it says about requests goes into `output`."""
+    if isinstance(command, wire.Submit):
+        try:
+            engine.add(command.request)
+            output.admitted.append(command.request.id)
+        except AnycoreError as error:
+            output.refused.append(wire.Refusal(command.request.id, error.message, error.code, error.param))
+    elif isinstance(command, wire.Abort):
+        engine.abort(command.id)
+    elif isinstance(command, wire.Drain):
+        for request_id in unstarted(engine):
+            engine.abort(request_id)
+            error = Unavailable("the server is shutting down; this request had not started", code="shutting_down")
+            output.refused.append(wire.Refusal(request_id, error.message, error.code))
+
+
+def unstarted(engine: Engine) -> list[str]:
+    """Return the ids of requests of which no sequence has run yet."""
+    begun = {r.id for r in engine.scheduler.running} | {r.id for r in engine.scheduler.waiting if r.timing.started}
+    return list(dict.fromkeys(r.id for r in engine.scheduler.waiting if r.id not in begun))
+
+
+def die_with_parent(directory: str) -> None:
+    """Make sure that this process ends when its parent does, even by SIGKILL: its standard input then ends too."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    if sys.platform == "linux":  # also where native code never lets the thread run
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def read_boot() -> wire.Boot:
+    """Read the settings, one line of JSON, and nothing beyond it."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            raise SystemExit("no settings on standard input: this program is started by `anycore serve`")
+        line += byte
+    return msgspec.json.decode(line, type=wire.Boot)
+
+
+def main(launch: Launch) -> int:
+    """Entry of the process. The front alone decides when it ends: Ctrl-C and a service manager's SIGTERM do not."""
+    boot = read_boot()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent(boot.directory)
+    logs.configure(boot.log_level)
+    return run(boot, launch)
+
+
+def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Build]:
+    """Plan the real engine."""
+    from anycore import plugins  # heavy imports start here, once the parent is watched
+    from anycore.engine.launch import build, prepare
+
+    prepared = prepare(boot.config, plugins.load(), strict=boot.strict, progress=progress)
+    for adjustment in prepared.adjustments:
+        log.warning("%s: %s", boot.config.names[0], adjustment)
+    source = prepared.source
+    planned = wire.Planned(prepared.card(), source.name, str(source.folder), source.gguf and str(source.gguf))
+
+    def build_engine(progress: Progress) -> tuple[Engine, dict[str, Any]]:
+        engine = build(prepared, progress)
+        limits = engine.limits  # as the open device allowed
+        return engine, {
+            **prepared.card(),
+            "max_model_len": limits.max_model_len,
+            "max_num_seqs": limits.max_num_seqs,
+            "block_size": limits.block_size,
+            "num_blocks": limits.blocks,
+            "prefix_caching": limits.blocks > 0 and boot.config.enable_prefix_caching,
+        }
+
+    return planned, build_engine
+
+
+if __name__ == "__main__":
+    sys.exit(main(launch_model))

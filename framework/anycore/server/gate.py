@@ -1,0 +1,160 @@
+"""The outermost layer under HTTP: request id, key, limits on headers and body, and the net under the routes.
+
+What is refused here costs nothing further in.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterable, Mapping
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from anycore.errors import AnycoreError, BadRequest, TooLarge
+from anycore.server.auth import OPEN_ROUTES, Guard
+from anycore.server.failures import error_response
+from anycore.server.logs import log_crash
+
+MAX_HEADERS = 100
+MAX_DEPTH = 100  # of a JSON body
+
+log = logging.getLogger(__name__)
+
+
+class HeadersTooLarge(BadRequest):
+    status = 431
+    code = "headers_too_large"
+
+
+class NotJson(BadRequest):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class Gate:
+    """The one ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, guard: Guard, max_body: int) -> None:
+        self._app = app
+        self._guard = guard
+        self._max_body = max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        headers = dict(scope["headers"])
+        status = 0
+        request_id = "" if scope["path"] in OPEN_ROUTES else request_id_of(headers)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def reply(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if request_id:
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            check_headers(scope["headers"])
+            self._guard.check(scope["path"], headers.get(b"authorization"))
+            if scope["method"] in ("POST", "PUT", "PATCH"):
+                receive = await read_body(headers, receive, self._max_body)
+            await self._app(scope, receive, reply)
+        except AnycoreError as error:
+            await error_response(error)(scope, receive, reply)
+        except Exception as error:
+            log_crash(log, f"{scope['method']} {scope['path'][:200]} failed", error)
+            if not status:
+                await error_response(AnycoreError("the server failed on this request"))(scope, receive, reply)
+        seconds = time.monotonic() - started
+        log.debug("%s %s %d %.3f s %s", scope["method"], scope["path"][:200], status, seconds, request_id)
+
+
+def request_id_of(headers: Mapping[bytes, bytes]) -> str:
+    """Return the caller's x-request-id if it is short and printable, else a new one."""
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    return given if re.fullmatch(r"[A-Za-z0-9._:/+=-]{1,128}", given) else uuid4().hex
+
+
+def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Refuse more headers than any honest client sends (their total size is limited while they are read)."""
+    number = len(list(headers))
+    if number > MAX_HEADERS:
+        raise HeadersTooLarge(f"{number} headers; at most {MAX_HEADERS} are read")
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> Receive:
+    """Read the body within its limit, check its type and depth, and return a `receive` that hands it on.
+
+    Raises:
+        TooLarge: over the limit, seen from the content-length where there is one.
+        NotJson: a body of another type.
+        BadRequest: nested too deeply.
+    """
+    declared = headers.get(b"content-length", b"0")
+    if declared.isdigit() and int(declared) > limit:
+        raise TooLarge(f"the body has {int(declared)} bytes, at most {limit} are read (--max-body-size)")
+    chunks: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return _replay(message, receive)
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        more = message.get("more_body", False)
+        if size > limit:
+            raise TooLarge(f"the body has more than {limit} bytes (--max-body-size)")
+    body = b"".join(chunks)
+    if body:
+        kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+            name = kind.decode("latin-1")[:100] or "missing"
+            raise NotJson(f"the content type must be application/json, not {name}")
+        check_depth(body)
+    return _replay({"type": "http.request", "body": body, "more_body": False}, receive)
+
+
+def _replay(first: Message, receive: Receive) -> Receive:
+    """Return a `receive` that gives `first` once, then what comes after it (the client's disconnect)."""
+    left = [first]
+
+    async def replay() -> Message:
+        return left.pop() if left else await receive()
+
+    return replay
+
+
+# A string, or one that the end of the body cuts off: every quote starts a match, so the search is linear.
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+_ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def check_depth(body: bytes) -> None:
+    """Refuse a body nested deeper than MAX_DEPTH, before any parser recurses into it.
+
+    Innermost pairs are removed once per level, so the cost is a few passes in C over the brackets.
+    """
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = _STRING.sub(b"", body).translate(None, _ALL_BUT_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        if not brackets:
+            return
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    if brackets:
+        try:
+            json.loads(body)
+        except ValueError:
+            return  # not balanced at all: the route says where
+        except RecursionError:
+            pass
+        raise BadRequest(f"the body is nested deeper than {MAX_DEPTH} levels", code="nested_too_deeply")

@@ -1,0 +1,128 @@
+"""The life of one server: engines up, HTTP from the start, drain, down. `run.serve` makes it and hands it signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from anycore import plugins
+from anycore.config import ModelConfig, ServerConfig
+from anycore.errors import Unavailable
+from anycore.server.app import create_app
+from anycore.server.auth import Guard
+from anycore.server.bridge import COMMAND, EngineClient
+from anycore.server.http import HttpServer
+from anycore.server.metrics import Metrics
+from anycore.server.state import ServedModel, ServerState
+
+DEAD_SECONDS = 3.0  # from an engine's death to the end of the server: probes see it, other models finish what they can
+POLL_SECONDS = 0.02
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """Serves models over HTTP until told to stop. Lives in one event loop."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        models: Sequence[ModelConfig],
+        guard: Guard,
+        directory: Path,
+        *,
+        progress: Callable[[str, float], None] | None = None,
+        command: tuple[str, ...] | None = None,
+    ) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.clients = [
+            EngineClient(
+                model,
+                directory,
+                self.metrics.observer(model.names[0], lambda: self.state.plugins),
+                log_level=config.log_level,
+                strict=config.strict,
+                command=command or COMMAND,
+                progress=progress,
+            )
+            for model in models
+        ]
+        self.served = [ServedModel(client.config, client) for client in self.clients]
+        self.app = create_app(config, self.served, guard=guard, metrics=self.metrics)
+        self.state: ServerState = self.app.state.anycore
+        self._stop = asyncio.Event()
+        self._now = asyncio.Event()
+        self._second_signal = 0
+
+    def signalled(self, number: int) -> None:
+        """Take a signal: the first one drains, the second ends everything at once."""
+        if self._stop.is_set():
+            log.warning("second signal: stopping at once")
+            self._second_signal = number
+            self._now.set()
+        self._stop.set()
+
+    async def run(self, listener: socket.socket) -> int:
+        """Serve on an open socket until stopped; return the exit code.
+
+        Raises:
+            AnycoreError: a model cannot be served.
+        """
+        http = HttpServer(self.app)
+        serving = asyncio.create_task(http.serve(sockets=[listener]))
+        loading = asyncio.create_task(self._bring_up())
+        ends = [asyncio.create_task(event.wait()) for event in (self._stop, *(c.dead for c in self.clients))]
+        try:
+            await asyncio.wait([loading, serving, ends[0]], return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                loading.result()  # a model that cannot be served ends the server with its reason
+                await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
+            await self._drain()
+        finally:
+            http.should_exit = True
+            http.force_exit = self._now.is_set()
+            for task in (loading, *ends):
+                task.cancel()
+            await asyncio.gather(serving, *(client.stop() for client in self.clients), return_exceptions=True)
+        died = [client.failure.exit_code for client in self.clients if client.failure is not None]
+        return died[0] if died else 128 + self._second_signal if self._second_signal else 0
+
+    async def _bring_up(self) -> None:
+        """Plan every model, and only when all can be served let them load.
+
+        Raises:
+            AnycoreError: one cannot; no weights are read.
+        """
+        found = self.state.plugins = await asyncio.to_thread(plugins.load)
+        await asyncio.gather(*(client.start() for client in self.clients))
+        planned = await asyncio.gather(*(client.planned for client in self.clients))
+        for client in self.clients:
+            client.load()
+        template = self.config.allow_request_template
+        for model, plan in zip(self.served, planned, strict=True):
+            await asyncio.to_thread(model.read, plan, found.architectures(), template)
+        await asyncio.gather(*(client.ready for client in self.clients))
+        log.info("ready: %s", ", ".join(name for model in self.served for name in model.names))
+
+    async def _drain(self) -> None:
+        """Take nothing new; let what runs finish until the limit, then end it with an error."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        died = any(client.dead.is_set() for client in self.clients)
+        limit = DEAD_SECONDS if died else self.config.shutdown_timeout
+        self.state.draining = True
+        for client in self.clients:
+            client.drain()
+        log.info("stopping: %d requests have %g s to finish", sum(client.live for client in self.clients), limit)
+        while loop.time() - began < limit and not self._now.is_set():
+            if not died and not any(client.live for client in self.clients):
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        for client in self.clients:
+            client.fail_all(Unavailable("the server stopped before this request was done", code="shutting_down"))
+            if self._now.is_set():
+                client.kill()

@@ -1,0 +1,61 @@
+"""Routes that say what is served here, and what the backends found on this machine could serve."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends
+
+from anycore.contract.declare import BackendSpec
+from anycore.errors import ModelNotFound, Unavailable
+from anycore.server.state import MAX_NAME, ServedModel, ServerState, state_of
+
+router = APIRouter(tags=["models"])
+State = Annotated[ServerState, Depends(state_of)]
+
+
+@router.get("/v1/models")
+async def list_models(state: State) -> dict[str, Any]:
+    """Every name a request may carry in `model`, with what it stands for."""
+    entries = [_entry(state, model, name) for model in state.models for name in model.names]
+    return {"object": "list", "data": entries}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, state: State) -> dict[str, Any]:
+    for model in state.models:
+        if name in model.names:
+            return _entry(state, model, name)
+    served = ", ".join(name for model in state.models for name in model.names)
+    raise ModelNotFound(f"there is no model {name[:MAX_NAME]!r} here; served: {served}", param="model")
+
+
+@router.get("/v1/capabilities")
+async def capabilities(state: State) -> dict[str, Any]:
+    """The support table of every backend found; those without a device, and plugins that failed, with the reason."""
+    plugins = state.plugins
+    if plugins is None:
+        raise Unavailable("the plugins are still being loaded", code="model_starting")
+    backends = await asyncio.gather(*(asyncio.to_thread(_backend, spec) for spec in plugins.backends))
+    return {"object": "list", "data": backends, "failures": [msgspec.to_builtins(f) for f in plugins.failures]}
+
+
+def _entry(state: ServerState, model: ServedModel, name: str) -> dict[str, Any]:
+    """Return the model's card under one of its names."""
+    base = {"object": "model", "created": state.started, "owned_by": "anycore"}
+    return {**base, **model.card, "id": name, "root": model.names[0], "phase": model.client.phase.value}
+
+
+def _backend(spec: BackendSpec) -> dict[str, Any]:
+    probe = spec.probe()
+    return {
+        "name": spec.name,
+        "distribution": spec.distribution,
+        "contract": list(spec.api),
+        "priority": spec.priority,
+        "available": probe.available,
+        "probe": msgspec.to_builtins(probe),
+        "support": msgspec.to_builtins(spec.support),
+    }

@@ -1,0 +1,90 @@
+"""`anycore serve`: bind the port, start the engines, serve, drain, stop.
+
+The port is bound first and answers from then on. Every model is planned before the weights of any are read. The first
+SIGTERM or SIGINT drains, the second ends everything at once. When an engine dies, `/health` and `/ready` turn 503
+within two seconds, and the server ends with a non-zero code `lifecycle.DEAD_SECONDS` later at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from anycore.config import ModelConfig, ServerConfig
+from anycore.errors import ConfigError
+from anycore.server import logs
+from anycore.server.auth import Guard, read_keys
+from anycore.server.port import listen, url_of
+
+SOCKET_PATH = 100  # bytes that every system allows for the path of a local socket, its name included
+
+
+def serve(
+    config: ServerConfig,
+    models: Sequence[ModelConfig],
+    *,
+    progress: Callable[[str, float], None] | None = None,
+    command: tuple[str, ...] | None = None,
+) -> int:
+    """Serve until stopped; return the exit code: 0 after a drain, that of an engine that died, 128 + a second signal.
+
+    Args:
+        progress: told "model: activity" and how far it is, 0 to 1; without it, activities are logged.
+        command: what is run as an engine process, instead of `anycore.server.child`.
+
+    Raises:
+        AnycoreError: the server cannot be started as asked; `exit_code` fits.
+    """
+    check_names(models)
+    keys = read_keys(config)
+    logs.configure(config.log_level, keys)
+    listener = listen(config.host, config.port)
+    with listener:
+        return asyncio.run(_serve(config, models, Guard(keys), listener, progress, command))
+
+
+def check_names(models: Sequence[ModelConfig]) -> None:
+    """Refuse two models under one name."""
+    seen: set[str] = set()
+    if not models:
+        raise ConfigError("there is no model to serve", param="model")
+    for name in (name for model in models for name in model.names):
+        if name in seen:
+            raise ConfigError(f"the name {name!r} is used twice: set --served-model-name", param="served_model_name")
+        seen.add(name)
+
+
+async def _serve(
+    config: ServerConfig,
+    models: Sequence[ModelConfig],
+    guard: Guard,
+    listener: socket.socket,
+    progress: Callable[[str, float], None] | None,
+    command: tuple[str, ...] | None,
+) -> int:
+    from anycore.server.lifecycle import Server  # heavy imports start here, once the port is ours
+
+    directory = private_directory()
+    server = Server(config, models, guard, directory, progress=progress, command=command)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.signalled, number)
+    print(f"anycore: {url_of(listener)} serves {', '.join(model.names[0] for model in models)}", flush=True)
+    try:
+        return await server.run(listener)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def private_directory() -> Path:
+    """Make a directory that only this user can enter, with a path short enough for sockets."""
+    directory = Path(tempfile.mkdtemp(prefix="anycore-"))
+    if len(bytes(directory)) + len("/99-out") > SOCKET_PATH:
+        directory.rmdir()
+        directory = Path(tempfile.mkdtemp(prefix="anycore-", dir="/tmp"))
+    return directory

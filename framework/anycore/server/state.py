@@ -1,0 +1,199 @@
+"""What the routes share: the served models, who may call, what is counted, and how a model is found by its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+
+from anycore.config import ModelConfig, ServerConfig
+from anycore.contract.declare import Task
+from anycore.engine.defaults import SamplingDefaults, sampling_defaults
+from anycore.errors import BadRequest, ModelNotFound, TaskNotSupported, Unavailable
+from anycore.models.source import Source
+from anycore.models.spec import read_spec
+from anycore.server import wire
+from anycore.server.auth import Guard
+from anycore.server.bridge import EngineClient, Phase
+from anycore.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from anycore.models.spec import Architecture, ModelSpec
+    from anycore.plugins import Plugins
+    from anycore.text.render import Renderer
+
+MAX_NAME = 256  # characters of a model name in a request
+
+
+@dataclass
+class ServedModel:
+    """One model: its settings, its engine, and what renders its input. The latter is read while the engine loads."""
+
+    config: ModelConfig
+    client: EngineClient
+    source: Source | None = None
+    sampling_defaults: SamplingDefaults = field(default_factory=lambda: SamplingDefaults({}, {}))
+    loaded_spec: ModelSpec | None = None
+    loaded_renderer: Renderer | None = None
+
+    def read(self, plan: wire.Planned, architectures: Sequence[Architecture], request_templates: bool) -> None:
+        """Read what the front needs: spec, tokenizer and templates, sampling defaults. Slow: call it in a thread.
+
+        Raises:
+            AnycoreError: a file or a setting is wrong.
+        """
+        from anycore.text.render import Renderer
+
+        source = Source(plan.source, Path(plan.folder), Path(plan.gguf) if plan.gguf else None)
+        spec = read_spec(source, architectures)
+        template = Path(self.config.chat_template).read_text("utf-8") if self.config.chat_template else None
+        self.sampling_defaults = sampling_defaults(
+            source.read_json("generation_config.json"),
+            self.config.override_generation_config,
+            self.config.generation_config,
+        )
+        self.loaded_renderer = Renderer(
+            source, spec, plan.card["max_model_len"], chat_template=template, allow_request_template=request_templates
+        )
+        self.source, self.loaded_spec = source, spec
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names clients may use, the canonical one first."""
+        return self.config.names
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """What /v1/models says; {} before the model is planned."""
+        return self.client.card
+
+    @property
+    def task(self) -> Task:
+        return Task(self.card["tasks"][0])
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence in tokens, prompt and output."""
+        return int(self.card["max_model_len"])
+
+    @property
+    def window(self) -> int:
+        """Engine requests that one HTTP request may have under way at a time: as many as the engine runs at once."""
+        return int(self.card["max_num_seqs"])
+
+    @property
+    def spec(self) -> ModelSpec:
+        if self.loaded_spec is None:
+            raise self._loading()
+        return self.loaded_spec
+
+    @property
+    def renderer(self) -> Renderer:
+        if self.loaded_renderer is None:
+            raise self._loading()
+        return self.loaded_renderer
+
+    @property
+    def ready(self) -> bool:
+        return self.client.phase is Phase.READY and self.loaded_renderer is not None
+
+    def _loading(self) -> Unavailable:
+        if self.client.phase is Phase.DEAD:
+            return Unavailable(f"the engine of model {self.names[0]!r} has ended", code="engine_dead")
+        return Unavailable(
+            f"model {self.names[0]!r} is still loading; /ready says when it is ready", code="model_loading"
+        )
+
+    def check_ready(self) -> None:
+        """Raise Unavailable unless the model can take requests."""
+        if not self.ready:
+            raise self._loading()
+
+
+@dataclass
+class ServerState:
+    """The server as one object; routes get it through `Depends(state_of)`."""
+
+    config: ServerConfig
+    models: list[ServedModel]
+    guard: Guard
+    metrics: Metrics
+    plugins: Plugins | None = None  # None until they are loaded
+    draining: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def phase(self) -> str:
+        """Return dead, draining, ready, or the phase of the model that is furthest behind."""
+        phases = [model.client.phase for model in self.models]
+        if Phase.DEAD in phases:
+            return "dead"
+        if self.draining:
+            return "draining"
+        behind = min(phases, key=list(Phase).index)
+        if behind is Phase.READY and not all(model.ready for model in self.models):
+            return Phase.LOADING.value
+        return behind.value
+
+
+def state_of(request: Request) -> ServerState:
+    """Return the state of the app that got this request."""
+    state: ServerState = request.app.state.anycore
+    return state
+
+
+def resolve_model(state: ServerState, name: str | None, *tasks: Task) -> ServedModel:
+    """Return the model a request names, if it serves one of `tasks` and is ready.
+
+    Without a name it is the only model that serves one of them. Names and aliases are compared exactly; nothing is
+    looked up on disk.
+
+    Raises:
+        Unavailable: draining or still loading.
+        ModelNotFound: no such model; the message lists those there are.
+        TaskNotSupported: the model serves another task; the message names the models that would do.
+    """
+    if state.draining:
+        raise Unavailable("the server is shutting down and takes no new requests", code="shutting_down")
+    if name is None:
+        return _only_model(state, tasks)
+    for model in state.models:
+        if name in model.names:
+            model.check_ready()
+            if model.task not in tasks:
+                raise _wrong_task(state, name, model, tasks)
+            return model
+    asked = repr(name) if len(name) <= MAX_NAME else f"with a name of {len(name)} characters"
+    served = ", ".join(name for model in state.models for name in model.names)
+    raise ModelNotFound(f"there is no model {asked} here; served: {served}", param="model")
+
+
+def _only_model(state: ServerState, tasks: tuple[Task, ...]) -> ServedModel:
+    for model in state.models:
+        model.check_ready()
+    fitting = [model for model in state.models if model.task in tasks]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not fitting and len(state.models) == 1:
+        raise _wrong_task(state, state.models[0].names[0], state.models[0], tasks)
+    names = ", ".join(f"{model.names[0]} ({model.task.value})" for model in fitting or state.models)
+    raise BadRequest(f"say which model: {names}", param="model", code="missing_required_parameter")
+
+
+def _wrong_task(state: ServerState, name: str, model: ServedModel, tasks: tuple[Task, ...]) -> TaskNotSupported:
+    wanted = " or ".join(task.value for task in tasks)
+    able = [task.value for task in model.spec.tasks]
+    parts = [f"model {name!r} is served for {model.task.value}, this route needs {wanted}"]
+    others = [other.names[0] for other in state.models if other.card and other.task in tasks]
+    if others:
+        parts.append(f"use {' or '.join(others)}")
+    flags = [f"--task {task.value}" for task in tasks if task.value in able]
+    if flags:
+        parts.append(f"or start the server with {' or '.join(flags)}")
+    else:
+        parts.append(f"this model can be served (--task) for {', '.join(able)} only")
+    return TaskNotSupported("; ".join(parts), param="model")
