@@ -24,8 +24,17 @@ METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
 class Parser(argparse.ArgumentParser):
     """An argument parser that takes no abbreviations and answers a misspelling with the nearest right word."""
 
-    def __init__(self, *, prog: str, description: str, epilog: str | None = None) -> None:
-        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+    def __init__(self, *, prog: str, description: str | None) -> None:
+        super().__init__(prog=prog, description=description, allow_abbrev=False)
+
+    def shorten_usage(self) -> None:
+        """Name only the positional arguments: the flags are many, and listed below."""
+        words = [self.prog, *(self._usage_word(action) for action in self._get_positional_actions()), "[--flags]"]
+        self.usage = " ".join(words)
+
+    def _usage_word(self, action: argparse.Action) -> str:
+        name = str(action.metavar or action.dest)
+        return {"?": f"[{name}]", "*": f"[{name} ...]"}.get(str(action.nargs), name)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse after checking every flag's spelling: argparse would take the value of a misspelt one for MODEL."""

@@ -81,8 +81,9 @@ def dispatch(words: list[str]) -> int:
 def parser_of(name: str) -> Parser:
     """Build the parser of one sub-command."""
     module = import_module(f"anycore.cli.{name}")
-    parser = Parser(prog=f"anycore {name}", description=COMMANDS[name].capitalize() + ".", epilog=module.__doc__)
+    parser = Parser(prog=f"anycore {name}", description=module.__doc__)
     module.add_arguments(parser)
+    parser.shorten_usage()
     return parser
 
 
