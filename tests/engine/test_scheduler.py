@@ -46,6 +46,8 @@ class Device:
         samples = []
         for entry in step.entries:
             request = entry.request
+            assert entry.rows >= 1, "a hidden state is needed even where everything is cached"
+            assert entry.start + entry.rows < request.max_total, "the last token is never computed"
             tokens = self.known.setdefault(id(request), list(request.tokens))
             for position in range(entry.start, entry.start + entry.rows):
                 self.slots[self.slot(request, position)] = (position, tokens[position])
@@ -216,6 +218,18 @@ def test_m07_preemption_is_invisible_and_ends() -> None:
     assert steps < 2000
     for request in machine.requests:
         assert request.tokens[32:] == expected_output(request)
+
+
+def test_a_prompt_that_lost_its_blocks_half_way_does_not_block_its_equals() -> None:
+    machine = Machine(Limits(2, 2, 64, 4, 11), overlap=False)
+    machine.add(sequence(0, [0, 1] * 4, output=24))
+    machine.step()
+    twins = [sequence(n, [1, 2] * 12, output=2) for n in (1, 2)]
+    for twin in twins:
+        machine.add(twin)
+    machine.run(max_steps=200)
+    assert machine.scheduler.preemptions > 0
+    assert all(twin.tokens[24:] == expected_output(twin) for twin in twins)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "short-first"])
