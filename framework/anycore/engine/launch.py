@@ -36,6 +36,7 @@ class Prepared:
     source: Source
     spec: ModelSpec
     task: Task
+    possible_tasks: tuple[Task, ...]  # what this checkpoint could be served for
     choice: Choice
     wish: Wish
     plan: MemoryPlan | None  # None: the device's memory is unknown until it is open
@@ -52,7 +53,7 @@ class Prepared:
         return {
             "architecture": self.spec.architecture,
             "tasks": [self.task.value],
-            "possible_tasks": [task.value for task in self.spec.tasks],
+            "possible_tasks": [task.value for task in self.possible_tasks],
             "max_model_len": self.plan.limits.max_model_len if self.plan else self.spec.max_positions,
             "max_num_seqs": self.plan.limits.max_num_seqs if self.plan else None,
             "vocab_size": self.spec.vocab_size,
@@ -81,12 +82,14 @@ def prepare(config: ModelConfig, plugins: Plugins, *, strict: bool = False, prog
     if config.pooling is not None:
         spec = _with_pooling(spec, config.pooling)
     task = _task(config, spec)
+    possible = spec.tasks
+    spec = spec.for_task(task)
     choice = _choose(config, spec, task, plugins)
     wish = wish_of(config, spec, task, choice.spec, choice.support, choice.need.weights)
     total = choice.device.memory
     draft = plan(spec, wish, Room(choice.spec.name, total)) if total is not None else None
     decisions = tuple(settle(config, spec, task, choice.spec, wish, draft)) if draft else ()
-    prepared = Prepared(config, source, spec, task, choice, wish, draft, decisions)
+    prepared = Prepared(config, source, spec, task, possible, choice, wish, draft, decisions)
     if strict and prepared.adjustments:
         raise ConfigError("--strict refuses what had to be adjusted:\n  - " + "\n  - ".join(prepared.adjustments))
     return prepared
@@ -186,24 +189,10 @@ def _dtypes(config: ModelConfig, spec: ModelSpec) -> list[str]:
 
 
 def _need(config: ModelConfig, spec: ModelSpec, task: Task, dtype: str, device: Device) -> Need:
-    features = []
+    need = spec.need(task, dtype, config.block_size, device.chip)
+    features = list(need.features)
     if is_paged(spec, task):
         features.append("chunked_prefill")
         if config.enable_prefix_caching:
             features.append("prefix_caching")
-    if any(spec.windows):
-        features.append("sliding_window")
-    if spec.softcap is not None:
-        features.append("softcap")
-    if spec.token_type_count:
-        features.append("token_types")
-    return Need(
-        task=task,
-        attention=spec.attention,
-        architecture=spec.architecture,
-        weights=dtype,
-        head_dim=spec.head_dim,
-        block_size=config.block_size,
-        features=tuple(features),
-        chip=device.chip,
-    )
+    return replace(need, features=tuple(features))

@@ -137,7 +137,9 @@ def activation_bytes(spec: ModelSpec, dtype: str, rows: int) -> int:
 
 
 def logits_bytes(spec: ModelSpec, seqs: int) -> int:
-    """Logits of one row a sequence in float32, and the temporaries of sampling."""
+    """Logits of one row a sequence in float32, and the temporaries of sampling; nothing where no head is loaded."""
+    if spec.head != "lm":
+        return 0
     return spec.vocab_size * (4 * seqs + SAMPLING_BYTES * min(seqs, SAMPLED_ROWS))
 
 

@@ -130,7 +130,7 @@ class ModelSpec:
 
     def kv(self, block_size: int, dtype: str) -> KVSpec:
         """The paged KV cache this model needs."""
-        from anycore.contract.backend import KVSpec  # the live side of the contract imports torch
+        from anycore.contract.sizes import KVSpec
 
         return KVSpec(self.layers, self.kv_heads, self.head_dim, block_size, dtype)
 
