@@ -68,12 +68,12 @@ def masked(name: str, value: str | None) -> str | None:
 
 def text(report: dict[str, Any]) -> list[str]:
     """Return the report as lines."""
-    lines = [f"anycore {report['anycore']}, contract {report['contract']}"]
+    lines = [f"anycore {report['anycore']}, contract {report['contract'][0]}.{report['contract'][1]}"]
     lines += [f"python {report['python']}, {report['platform']}", f"cache {report['cache']}", "", "packages"]
     lines += [f"  {name} {found}" for name, found in report["packages"].items()]
     lines += ["", "backends", *(f"  {line}" for line in devices(report))]
     for backend in report["backends"]:
-        lines += [f"    {backend['name']}: {name} {found}" for name, found in backend["versions"].items()]
+        lines += [f"    {backend['name']}: {name} {found}" for name, found in backend["probe"]["versions"].items()]
     lines += ["", "plugins that cannot be used", *(f"  {line}" for line in failures(report) or ["none"])]
     lines += ["", "environment"]
     for name, value in report["environment"].items():

@@ -13,6 +13,7 @@ from typing import Any
 from anycore import plugins
 from anycore.capabilities import capabilities
 from anycore.cli.flags import Parser
+from anycore.guard import sentence
 
 COLUMNS = ("backend", "level", "tasks", "attention", "weights", "architectures", "head sizes", "block sizes", "chips")
 
@@ -79,17 +80,18 @@ def devices(report: dict[str, Any]) -> list[str]:
     lines = []
     for backend in report["backends"]:
         head = f"{backend['name']} ({backend['distribution']})"
-        for device in backend["devices"]:
+        probe = backend["probe"]
+        for device in probe["devices"]:
             memory = f", {device['memory'] / 2**30:.1f} GiB" if device["memory"] else ""
             lines.append(f"{head}: device {device['index']}, {device['name']}, chip {device['chip']}{memory}")
-        if not backend["devices"]:
-            lines.append(f"{head}: no device: {backend['reason']} {backend['advice']}".rstrip())
+        if not probe["devices"]:
+            lines.append(f"{head}: no device: {sentence(probe['reason'] or 'none found')} {probe['advice']}".rstrip())
     return lines or ["no backend is installed: reinstall anycore, which brings cpu"]
 
 
 def failures(report: dict[str, Any]) -> list[str]:
     """Return one line a plugin that cannot be used."""
     return [
-        f"plugin {failure['name']} ({failure['distribution']}) cannot be used: {failure['reason']}. {failure['advice']}"
+        f"plugin {failure['name']} ({failure['distribution']}): {sentence(failure['reason'])} {failure['advice']}"
         for failure in report["failures"]
     ]

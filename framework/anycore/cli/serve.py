@@ -10,8 +10,10 @@ import argparse
 import logging
 
 from anycore.cli.flags import Parser, add_flags
+from anycore.cli.progress import show_progress
 from anycore.cli.settings import gather
 from anycore.config import ModelConfig, ServerConfig, shown
+from anycore.server.run import serve
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,5 @@ def run(options: argparse.Namespace) -> int:
     log.info("server: %s", shown(settings.server) or "defaults")
     for model in settings.models:
         log.info("model: %s", shown(model))
-    from anycore.server.run import serve
-
-    return serve(settings.server, list(settings.models))
+    with show_progress() as progress:
+        return serve(settings.server, settings.models, progress=progress)

@@ -12,6 +12,7 @@ from typing import Any
 from anycore.cli.flags import convert, kind_of, nearest, spellings
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import ConfigError
+from anycore.models.catalog import CATALOG
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def gather(options: argparse.Namespace) -> Settings:
     """Combine the flags that were given with the file named by --config.
 
     Raises:
-        ConfigError: a key or value is wrong, no model is named, or two models share a name.
+        ConfigError: a key or value is wrong, or no model is named.
     """
     path = getattr(options, "config", None)
     file = read_file(Path(path)) if path else SettingsFile({}, {}, ())
@@ -49,7 +50,12 @@ def gather(options: argparse.Namespace) -> Settings:
         for number, entry in enumerate(file.models or ({},))
         for model in expand({**file.model, **entry, **flags}, f"{path}: models[{number}]: " if file.models else "")
     )
-    check_names(models)
+    if len(models) > 1 and "served_model_name" in flags:
+        raise ConfigError(
+            f"--served-model-name names one model, and there are {len(models)}: "
+            "name each under models: in a --config file",
+            param="served_model_name",
+        )
     return Settings(server, models)
 
 
@@ -62,8 +68,6 @@ def given(options: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
 
 def expand(values: Mapping[str, Any], where: str = "") -> list[ModelConfig]:
     """Make the configuration of one model, or of each model of a built-in list such as `demo`."""
-    from anycore.models.catalog import CATALOG
-
     if not values.get("model"):
         raise ConfigError(f"{where}no model is named: give MODEL, or model: in a --config file", param="model")
     try:
@@ -73,20 +77,6 @@ def expand(values: Mapping[str, Any], where: str = "") -> list[ModelConfig]:
         return [ModelConfig(**values)]
     except ConfigError as error:
         raise ConfigError(where + error.message, param=error.param) from error
-
-
-def check_names(models: tuple[ModelConfig, ...]) -> None:
-    """Raise ConfigError when clients could not tell two models apart."""
-    seen: dict[str, ModelConfig] = {}
-    for model in models:
-        for name in model.names:
-            if name in seen:
-                raise ConfigError(
-                    f"two models are called {name!r} ({seen[name].model} and {model.model}): "
-                    "give each its own served_model_name under models: in the --config file",
-                    param="served_model_name",
-                )
-            seen[name] = model
 
 
 def read_file(path: Path) -> SettingsFile:
