@@ -8,7 +8,18 @@ from fastapi import FastAPI
 
 from anycore import __version__
 from anycore.config import ServerConfig
-from anycore.server import failures, gate, models_routes, operations
+from anycore.server import (
+    chat,
+    completions,
+    embeddings,
+    failures,
+    gate,
+    models_routes,
+    operations,
+    rerank,
+    score,
+    tokenize,
+)
 from anycore.server.auth import Guard
 from anycore.server.metrics import Metrics
 from anycore.server.state import ServedModel, ServerState
@@ -19,6 +30,12 @@ if TYPE_CHECKING:
 ROUTERS = (
     operations.router,
     models_routes.router,
+    chat.router,
+    completions.router,
+    embeddings.router,
+    rerank.router,
+    score.router,
+    tokenize.router,
 )
 """Every family of routes. Each module makes its own `router`."""
 

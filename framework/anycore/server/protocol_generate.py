@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic.json_schema import WithJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
 from anycore.engine.request import (
@@ -14,6 +16,7 @@ from anycore.engine.request import (
     MAX_STOP,
     MAX_STOP_TOKEN_IDS,
 )
+from anycore.errors import BadRequest
 from anycore.server.protocol import (
     MAX_INPUTS,
     MAX_TOKEN_ID,
@@ -71,6 +74,34 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Fields that mean something here and are not built, with the values that ask for nothing (so do null, "", [], {})."""
 
 
+def _logit_bias(value: Any) -> Any:
+    """Check the keys and values of a logit_bias here, so that the error names the field and not one of its keys."""
+    if not isinstance(value, dict):
+        raise BadRequest("logit_bias must be an object of token id -> number", param="logit_bias")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise BadRequest(f"logit_bias takes at most {MAX_LOGIT_BIAS} ids, {len(value)} given", param="logit_bias")
+    for key, bias in value.items():
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
+            raise BadRequest(f"logit_bias: {key[:40]!r} is not a token id", param="logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+            raise BadRequest(f"logit_bias of token {key} must be a number between -100 and 100", param="logit_bias")
+    return value
+
+
+LogitBias = Annotated[
+    dict[str, float],
+    BeforeValidator(_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_LOGIT_BIAS,
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+
+
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -86,6 +117,7 @@ class GenerateBody(Body):
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_N)
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID)
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID, description="the same as max_tokens")
     min_tokens: int = Field(0, ge=0, le=MAX_TOKEN_ID)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -101,7 +133,7 @@ class GenerateBody(Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    logit_bias: dict[str, float] = Field({}, max_length=MAX_LOGIT_BIAS, description="token id -> -100 to 100")
+    logit_bias: LogitBias = Field({}, description="token id -> -100 to 100")
     allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
     bad_words: list[Text] = Field([], max_length=MAX_BAD_WORDS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -124,7 +156,8 @@ class GenerateBody(Body):
 
 class ChatBody(GenerateBody):
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description="the same as max_tokens")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = Field(False, description="put the last assistant message before the answer")
@@ -144,7 +177,6 @@ class CompletionBody(GenerateBody):
         BeforeValidator(lambda value: inputs(value, "prompt", allow_empty_text=True)),
         input_schema("prompt"),
     ]
-    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_ID, description="the same as max_tokens")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     best_of: int | None = Field(None, ge=1, le=20)
     echo: bool = False

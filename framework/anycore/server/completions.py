@@ -1,0 +1,172 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from anycore.contract.declare import Task
+from anycore.errors import Unsupported
+from anycore.server.door import State, admit, deadline_of, offload
+from anycore.server.generation import Chunk, Generation, Prompt, settings_of
+from anycore.server.logprobs import LogprobFormat, joined
+from anycore.server.prompts import cut_options
+from anycore.server.protocol import responses
+from anycore.server.protocol_generate import Completion, CompletionBody, CompletionChoice
+from anycore.server.sampling import asked_tokens, check_body, sampling_of
+from anycore.server.sse import DONE, EventStream, event, first_of, json_response, unless_gone
+from anycore.server.state import ServedModel
+
+router = APIRouter(tags=["generate"])
+
+DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
+
+
+@router.post("/v1/completions", response_model=None, responses=responses(Completion))
+async def completions(request: Request, body: CompletionBody, state: State) -> Response:
+    """Continue one or several prompts; with `stream`, as server-sent events of the same object."""
+    model = admit(state, body, body.model, Task.GENERATE)
+    _check(body)
+    asked = asked_tokens(body)
+    defaults = model.sampling_defaults.values
+    sampling = sampling_of(
+        body,
+        defaults,
+        model.renderer.tokenizer,
+        model.spec.vocab_size,
+        max_tokens=defaults.get("max_tokens", DEFAULT_MAX_TOKENS) if asked is None else asked,
+        logprobs=body.logprobs,
+        prompt_logprobs=_prompt_logprobs(body),
+    )
+    size = sum(len(item) for item in body.prompt)
+    prompts = await offload(size, _render, body, model)
+    settings = settings_of("text", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline_of(request))
+    generation = Generation(model, prompts, sampling, settings, asked=asked is not None, interval=body.stream_interval)
+    reply = CompletionReply(body, model, generation)
+    if body.stream:
+        return EventStream(reply.events(await first_of(request, generation.chunks())))
+    return json_response(reply.whole(await unless_gone(request.receive, generation.whole())))
+
+
+def _check(body: CompletionBody) -> None:
+    """Refuse combinations of fields that contradict each other."""
+    check_body(body)
+    if body.best_of is not None and body.best_of != body.n:
+        raise Unsupported(
+            f"best_of {body.best_of} is not n {body.n}: choosing among more is not supported", param="best_of"
+        )
+
+
+def _prompt_logprobs(body: CompletionBody) -> int | None:
+    """How many alternatives the engine computes for prompt tokens: what is asked for, and what echo shows."""
+    counts = [c for c in (body.prompt_logprobs, body.logprobs if body.echo else None) if c is not None]
+    return max(counts, default=None)
+
+
+def _render(body: CompletionBody, model: ServedModel) -> list[Prompt]:
+    """Return the prompts with the text that echo shows: as it was sent, unless it was sent as ids or has been cut."""
+    prompts = []
+    for i, item in enumerate(body.prompt):
+        name = f"prompt[{i}]" if len(body.prompt) > 1 else "prompt"
+        rendered = model.renderer.text(item, body.add_special_tokens, param=name, **cut_options(body))
+        text = item if isinstance(item, str) and not rendered.truncated else None
+        if text is None and (body.echo or body.return_prompt_text):
+            text = model.renderer.tokenizer.decode(rendered.token_ids, skip_special_tokens=body.skip_special_tokens)
+        prompts.append(Prompt(rendered.token_ids, text or ""))
+    return prompts
+
+
+class CompletionReply:
+    """The parts of one answer that stay the same, and the two forms it leaves in."""
+
+    def __init__(self, body: CompletionBody, model: ServedModel, generation: Generation) -> None:
+        self._body = body
+        self._generation = generation
+        self._format = LogprobFormat(
+            model.renderer.tokenizer,
+            as_ids=body.return_tokens_as_token_ids,
+            skip_special_tokens=body.skip_special_tokens,
+        )
+        self._id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = body.model or model.names[0]
+
+    def whole(self, choices: list[Chunk]) -> Completion:
+        written = [self._choice(chunk, self._start(chunk.choice), prompt=True) for chunk in choices]
+        return {**self._reply(written), "usage": self._generation.usage()}
+
+    async def events(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[bytes]:
+        """What belongs to a prompt first, text next, the finish reason alone in a choice's last chunk, then usage."""
+        body = self._body
+        offsets: dict[int, int] = {}  # where the next chunk's text begins in each choice
+        async for chunk in chunks:
+            start = offsets.setdefault(chunk.choice, -1)
+            if start < 0:
+                start = self._start(chunk.choice)
+                if body.echo or body.return_token_ids or body.return_prompt_text:
+                    yield event(self._chunk(self._choice(Chunk(chunk.choice), start, prompt=True)))
+            if chunk.finish is not None or chunk.text or body.return_token_ids or body.logprobs is not None:
+                yield event(self._chunk(self._choice(chunk, start)))
+            offsets[chunk.choice] = start + len(chunk.text)
+        options = body.stream_options
+        if options is not None and options.include_usage:
+            yield event({**self._reply([]), "usage": self._generation.usage()})
+        yield DONE
+
+    def _start(self, choice: int) -> int:
+        """Character at which the output of a choice begins: after the prompt, if that is echoed."""
+        return len(self._generation.prompts[choice // self._body.n].text) if self._body.echo else 0
+
+    def _choice(self, chunk: Chunk, start: int, *, prompt: bool = False) -> CompletionChoice:
+        """Write a chunk whose text begins at character `start`; with `prompt`, what belongs to the prompt before it."""
+        body, which = self._body, chunk.choice // self._body.n
+        echoed = self._generation.prompts[which] if prompt and body.echo else None
+        choice: CompletionChoice = {
+            "index": chunk.choice,
+            "text": (echoed.text if echoed else "") + chunk.text,
+            "logprobs": None,
+            "finish_reason": chunk.finish,  # type: ignore[typeddict-item]
+        }
+        if body.logprobs is not None:
+            written = self._format.completion(chunk.logprobs, chunk.token_ids, start, body.logprobs)
+            if echoed:
+                entries = self._generation.prompt_logprobs[which]
+                written = joined(self._format.completion(entries, echoed.token_ids, 0, body.logprobs), written)
+            choice["logprobs"] = written
+        if chunk.finish is not None:
+            choice["stop_reason"] = chunk.stop_reason
+        if body.return_token_ids:
+            choice["token_ids"] = chunk.token_ids
+        if prompt:
+            self._add_prompt(choice, which)
+        return choice
+
+    def _add_prompt(self, choice: CompletionChoice, which: int) -> None:
+        prompt = self._generation.prompts[which]
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = prompt.token_ids
+        if self._body.return_prompt_text:
+            choice["prompt_text"] = prompt.text
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._format.prompt(self._generation.prompt_logprobs[which])
+
+    def _chunk(self, choice: CompletionChoice) -> Completion:
+        reply = self._reply([choice])
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            reply["usage"] = self._generation.usage() if options.continuous_usage_stats else None
+        return reply
+
+    def _reply(self, choices: list[CompletionChoice]) -> Completion:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "system_fingerprint": None,
+        }

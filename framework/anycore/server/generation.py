@@ -1,0 +1,184 @@
+"""Text as it is generated: one stream of chunks that serves SSE and whole replies alike.
+
+A chunk holds text together with exactly the tokens that it took, so no view of an answer runs ahead of another.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from anycore.contract.declare import Task
+from anycore.engine.request import Delta, FinishReason, NewRequest, SamplingParams, TokenLogprob
+from anycore.errors import ContextLengthExceeded
+from anycore.server.merge import merge
+from anycore.server.protocol import Usage, usage
+from anycore.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from anycore.server.state import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One rendered prompt."""
+
+    token_ids: list[int]
+    text: str  # as sent where it was sent as text, else decoded
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A piece of one choice; `finish` stands alone in its last one."""
+
+    choice: int  # prompt * n + sequence
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if asked for
+    finish: str | None = None
+    stop_reason: int | str | None = None
+
+    def extend(self, other: Chunk) -> None:
+        """Append a later piece of the same choice."""
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.finish, self.stop_reason = other.finish, other.stop_reason
+
+
+class Generation:
+    """All choices of one HTTP request: `n` for each prompt.
+
+    Args:
+        settings: the engine's view of a request, without its tokens and limits: priority, salt, deadline.
+        asked: whether sampling.max_tokens comes from the request; a default is cut to what fits.
+        interval: tokens gathered before a chunk is handed on.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        settings: NewRequest,
+        *,
+        asked: bool,
+        interval: int = 1,
+    ) -> None:
+        self.prompts = prompts
+        self.count = len(prompts) * sampling.n
+        self._n = sampling.n
+        self.prompt_logprobs: list[list[TokenLogprob | None]] = [
+            [] for _ in prompts
+        ]  # there before a prompt's first chunk
+        self._model = model
+        self._interval = interval
+        self._cached = [0] * len(prompts)
+        self._generated = 0
+        self._requests = [
+            msgspec.structs.replace(
+                settings,
+                id=f"{settings.id}-{i}",
+                token_ids=prompt.token_ids,
+                sampling=_fit(sampling, len(prompt.token_ids), model.max_model_len, asked),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def usage(self) -> Usage:
+        """Tokens so far; each prompt counts once, whatever `n`."""
+        return usage(sum(len(p.token_ids) for p in self.prompts), self._generated, sum(self._cached))
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """Yield what is generated, choices interleaved. Leaving early ends the requests in the engine.
+
+        Raises:
+            AnycoreError: as the engine says.
+        """
+        async for chunk in merge(
+            [self._one(i) for i in range(len(self._requests))], max(1, self._model.window // self._n)
+        ):
+            yield chunk
+
+    async def whole(self) -> list[Chunk]:
+        """Return every choice as one chunk, in order."""
+        found = [Chunk(i) for i in range(self.count)]
+        async for chunk in self.chunks():
+            found[chunk.choice].extend(chunk)
+        return found
+
+    async def _one(self, which: int) -> AsyncIterator[Chunk]:
+        """Yield the chunks of one prompt's sequences."""
+        request = self._requests[which]
+        sampling = request.sampling
+        assert sampling is not None
+        texts = [Detokenizer(self._model.renderer.tokenizer, sampling, request.token_ids) for _ in range(sampling.n)]
+        pending = [Chunk(which * sampling.n + i) for i in range(sampling.n)]
+        async with self._model.client.submit(request) as stream:
+            async for delta in stream:
+                self._cached[which] = max(self._cached[which], delta.cached_tokens)
+                if delta.prompt_logprobs is not None:
+                    self.prompt_logprobs[which] = delta.prompt_logprobs
+                chunk = pending[delta.index]
+                if self._grow(chunk, texts[delta.index], delta):
+                    stream.stop(delta.index)
+                if chunk.finish is None and (not chunk.text or len(chunk.token_ids) < self._interval):
+                    continue
+                if chunk.token_ids:
+                    yield Chunk(chunk.choice, chunk.text, chunk.token_ids, chunk.logprobs)
+                if chunk.finish is not None:
+                    yield Chunk(chunk.choice, finish=chunk.finish, stop_reason=chunk.stop_reason)
+                pending[delta.index] = Chunk(chunk.choice)
+
+    def _grow(self, chunk: Chunk, text: Detokenizer, delta: Delta) -> bool:
+        """Add a delta to a chunk; return whether a stop string ended the sequence before the engine did."""
+        piece = text.feed(delta.token_ids, delta.finish)
+        chunk.text += piece.text
+        chunk.token_ids += delta.token_ids[: piece.tokens]
+        chunk.logprobs += (delta.logprobs or [])[: piece.tokens]
+        self._generated += piece.tokens
+        if piece.stop is not None:
+            chunk.finish, chunk.stop_reason = FinishReason.STOP.value, piece.stop
+            return delta.finish is None
+        if delta.finish is not None:
+            chunk.finish, chunk.stop_reason = delta.finish.value, delta.stop_reason
+        return False
+
+
+def settings_of(
+    kind: str,
+    *,
+    task: Task = Task.GENERATE,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    deadline: float | None = None,
+) -> NewRequest:
+    """What all engine requests of one HTTP request share; `id` is unique whatever id the client chose."""
+    new_id = f"{kind}-{uuid.uuid4().hex}"
+    return NewRequest(id=new_id, task=task, token_ids=[], priority=priority, cache_salt=cache_salt, deadline=deadline)
+
+
+def _fit(sampling: SamplingParams, prompt: int, longest: int, asked: bool) -> SamplingParams:
+    """Check that prompt and output fit the model's length.
+
+    Raises:
+        ContextLengthExceeded: with the numbers.
+    """
+    wanted = sampling.max_tokens
+    if asked and wanted is not None and prompt + wanted > longest:
+        raise ContextLengthExceeded(
+            f"{prompt} prompt tokens and max_tokens {wanted} are {prompt + wanted}, "
+            f"this model takes at most {longest} together",
+            param="max_tokens",
+        )
+    if not asked and prompt >= longest:
+        raise ContextLengthExceeded(
+            f"the prompt has {prompt} tokens, this model takes at most {longest} with the answer", param="prompt"
+        )
+    if asked or wanted is None:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=min(wanted, longest - prompt))

@@ -1,0 +1,105 @@
+"""Scores of query and document pairs, whatever kind of model gives them; rerank and score both use it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from anycore.engine.request import Delta, PoolingParams
+from anycore.errors import BadRequest, NonFiniteOutput
+from anycore.server.door import offload
+from anycore.server.pooled import pooled, usage_of, vector_of
+from anycore.server.protocol_pool import PoolUsage, RankBody
+from anycore.text.render import Rendered
+
+if TYPE_CHECKING:
+    from anycore.server.state import ServedModel
+
+Pairs = list[tuple[int, int]]  # positions of a query and of a document
+Names = tuple[list[str], list[str]]  # what errors call each query and each document
+
+
+async def scores_of(
+    model: ServedModel,
+    queries: list[str],
+    documents: list[str],
+    pairs: Pairs,
+    names: Names,
+    body: RankBody,
+    deadline: float | None,
+) -> tuple[list[float], PoolUsage]:
+    """Score each pair: one forward pass a pair, or for a bi-encoder one a text and then cosines.
+
+    Raises:
+        NonFiniteOutput: naming the document.
+    """
+    size = sum(map(len, queries)) + sum(map(len, documents))
+    spec = model.spec.score
+    if spec is not None and spec.kind == "cosine":
+        if not body.apply_template:
+            raise BadRequest("this model has no template: leave apply_template out", param="apply_template")
+        rendered = await offload(size, _render_apart, model, queries, documents, names, body)
+        answers = await pooled(model, rendered, names[0] + names[1], PoolingParams(normalize=True), body, deadline)
+        scores = _cosines(answers, pairs, names)
+    else:
+        rendered = await offload(size, _render_pairs, model, queries, documents, pairs, names, body)
+        params = PoolingParams(raw_scores=body.raw_scores)
+        answers = await pooled(model, rendered, [names[1][d] for _, d in pairs], params, body, deadline)
+        scores = [_relevance(answer, names[1][d]) for answer, (_, d) in zip(answers, pairs, strict=True)]
+    return scores, usage_of(rendered, answers)
+
+
+def _render_pairs(
+    model: ServedModel, queries: list[str], documents: list[str], pairs: Pairs, names: Names, body: RankBody
+) -> list[Rendered]:
+    truncate, side = body.cut()
+    shortened = [_shorten(model, text, side, body) for text in documents]
+    rendered = []
+    for q, d in pairs:
+        text, was_cut = shortened[d]
+        pair = model.renderer.pair(
+            queries[q], text, body.instruction, truncate, side, body.apply_template, param=names[1][d]
+        )
+        rendered.append(Rendered(pair.token_ids, pair.token_types, pair.truncated or was_cut))
+    return rendered
+
+
+def _render_apart(
+    model: ServedModel, queries: list[str], documents: list[str], names: Names, body: RankBody
+) -> list[Rendered]:
+    """Render queries and documents on their own, each with its prompt."""
+    truncate, side = body.cut()
+    rendered = [model.renderer.query(text, body.instruction, truncate, side) for text in queries]
+    for text, name in zip(documents, names[1], strict=True):
+        kept, was_cut = _shorten(model, text, side, body)
+        document = model.renderer.document(kept, truncate, side, param=name)
+        rendered.append(Rendered(document.token_ids, document.token_types, document.truncated or was_cut))
+    return rendered
+
+
+def _shorten(model: ServedModel, text: str, side: str, body: RankBody) -> tuple[str, bool]:
+    """Cut a document to max_tokens_per_doc tokens of its own; return it and whether it was cut."""
+    limit = body.max_tokens_per_doc
+    if limit is None or len(text) <= limit:
+        return text, False
+    offsets = model.renderer.tokenizer.encoding(text, add_special_tokens=False).offsets
+    if len(offsets) <= limit:
+        return text, False
+    return (text[offsets[-limit][0] :] if side == "left" else text[: offsets[limit - 1][1]]), True
+
+
+def _cosines(answers: list[Delta], pairs: Pairs, names: Names) -> list[float]:
+    labels = names[0] + names[1]
+    vectors = [vector_of(answer, name).astype(np.float64) for answer, name in zip(answers, labels, strict=True)]
+    count = len(names[0])
+    return [float(vectors[q] @ vectors[count + d]) for q, d in pairs]
+
+
+def _relevance(answer: Delta, name: str) -> float:
+    """Return the score of a pair; of two labels it is the second one's, "relevant"."""
+    assert answer.scores
+    if not math.isfinite(answer.scores[-1]):
+        raise NonFiniteOutput(f"{name}: the score is NaN or infinity", param=name)
+    return answer.scores[-1]
