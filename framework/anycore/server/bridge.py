@@ -257,11 +257,12 @@ class EngineClient:
         self.ready: asyncio.Future[None] = loop.create_future()
         for future in (self.planned, self.ready):
             future.add_done_callback(lambda f: f.cancelled() or f.exception())  # nobody has to wait for them
-        self._reports = self._context.socket(zmq.PULL, socket_class=zmq.asyncio.Socket)
+        # Commands leave by a plain socket: with no limit on its queue, sending never waits.
+        self._reports = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         self._commands = self._context.socket(zmq.PUSH)
-        for socket in (self._reports, self._commands):
-            socket.set_hwm(0)
-            socket.linger = 0
+        self._reports.set_hwm(0)
+        self._commands.set_hwm(0)
+        self._commands.linger = 0
         self._reports.bind(self._boot.reports)
         self._commands.connect(self._boot.commands)
         self._child = await self._spawn(self._boot)

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from anycore.engine.request import Delta, NewRequest, Stats
-from anycore.errors import AnycoreError, Unavailable
+from anycore.errors import AnycoreError
 from anycore.server import logs, wire
 
 LINGER_MS = 2000  # how long last words may take to leave
@@ -140,8 +140,8 @@ def obey(engine: Engine, command: wire.Command, output: wire.Output) -> None:
     elif isinstance(command, wire.Drain):
         for request_id in unstarted(engine):
             engine.abort(request_id)
-            error = Unavailable("the server is shutting down; this request had not started", code="shutting_down")
-            output.refused.append(wire.Refusal(request_id, error.message, error.code))
+            message = "the server is shutting down; this request had not started"
+            output.refused.append(wire.Refusal(request_id, message, "shutting_down"))
 
 
 def unstarted(engine: Engine) -> list[str]:
@@ -194,7 +194,7 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
     for adjustment in prepared.adjustments:
         log.warning("%s: %s", boot.config.names[0], adjustment)
     source = prepared.source
-    planned = wire.Planned(prepared.card(), source.name, str(source.folder), source.gguf and str(source.gguf))
+    planned = wire.Planned(prepared.card(), source.name, str(source.folder), str(source.gguf) if source.gguf else None)
 
     def build_engine(progress: Progress) -> tuple[Engine, dict[str, Any]]:
         engine = build(prepared, progress)

@@ -13,7 +13,7 @@ from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import Unavailable
 from anycore.server.app import create_app
 from anycore.server.auth import Guard
-from anycore.server.bridge import COMMAND, EngineClient
+from anycore.server.bridge import EngineClient
 from anycore.server.http import HttpServer
 from anycore.server.metrics import Metrics
 from anycore.server.state import ServedModel, ServerState
@@ -35,18 +35,17 @@ class Server:
         directory: Path,
         *,
         progress: Callable[[str, float], None] | None = None,
-        command: tuple[str, ...] | None = None,
+        client: Callable[..., EngineClient] = EngineClient,
     ) -> None:
         self.config = config
         self.metrics = Metrics()
         self.clients = [
-            EngineClient(
+            client(
                 model,
                 directory,
                 self.metrics.observer(model.names[0], lambda: self.state.plugins),
                 log_level=config.log_level,
                 strict=config.strict,
-                command=command or COMMAND,
                 progress=progress,
             )
             for model in models

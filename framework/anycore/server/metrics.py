@@ -53,7 +53,7 @@ FIRST_TOKEN = (
 INTER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 
-prometheus_client.disable_created_metrics()
+prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("from arrival to the first token, vector or score", FIRST_TOKEN),

@@ -19,6 +19,7 @@ from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import ConfigError
 from anycore.server import logs
 from anycore.server.auth import Guard, read_keys
+from anycore.server.bridge import EngineClient
 from anycore.server.port import listen, url_of
 
 SOCKET_PATH = 100  # bytes that every system allows for the path of a local socket, its name included
@@ -29,13 +30,13 @@ def serve(
     models: Sequence[ModelConfig],
     *,
     progress: Callable[[str, float], None] | None = None,
-    command: tuple[str, ...] | None = None,
+    client: Callable[..., EngineClient] = EngineClient,
 ) -> int:
     """Serve until stopped; return the exit code: 0 after a drain, that of an engine that died, 128 + a second signal.
 
     Args:
         progress: told "model: activity" and how far it is, 0 to 1; without it, activities are logged.
-        command: what is run as an engine process, instead of `anycore.server.child`.
+        client: makes the front's end of each engine.
 
     Raises:
         AnycoreError: the server cannot be started as asked; `exit_code` fits.
@@ -45,7 +46,7 @@ def serve(
     logs.configure(config.log_level, keys)
     listener = listen(config.host, config.port)
     with listener:
-        return asyncio.run(_serve(config, models, Guard(keys), listener, progress, command))
+        return asyncio.run(_serve(config, models, Guard(keys), listener, progress, client))
 
 
 def check_names(models: Sequence[ModelConfig]) -> None:
@@ -65,12 +66,12 @@ async def _serve(
     guard: Guard,
     listener: socket.socket,
     progress: Callable[[str, float], None] | None,
-    command: tuple[str, ...] | None,
+    client: Callable[..., EngineClient],
 ) -> int:
     from anycore.server.lifecycle import Server  # heavy imports start here, once the port is ours
 
     directory = private_directory()
-    server = Server(config, models, guard, directory, progress=progress, command=command)
+    server = Server(config, models, guard, directory, progress=progress, client=client)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.signalled, number)
