@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anycore.contract.declare import DTYPES, Need, Task
+from anycore.contract.sizes import KVSpec
 from anycore.models.parameters import counted
 
 if TYPE_CHECKING:
-    from anycore.contract.backend import KVSpec
     from anycore.models.source import Source
 
 
