@@ -329,7 +329,7 @@ def save_wordpiece(folder: Path, max_positions: int) -> int:
 
 
 def save_unigram(folder: Path) -> int:
-    """Write an XLM-R tokenizer (its special ids, a unigram model over the corpus' words and letters); return its size."""
+    """Write an XLM-R tokenizer: its ids, a unigram model over the corpus' words and letters. Return the size."""
     special = ["<s>", "<pad>", "</s>", "<unk>"]
     words = sorted({"▁" + word for line in CORPUS for word in line.split()})
     letters = sorted({letter for word in words for letter in word})

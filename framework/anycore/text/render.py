@@ -1,0 +1,349 @@
+"""From what a request holds to the tokens the model reads: prompts, chats, texts to embed, pairs to score.
+
+Lengths are checked here, and this is the only place that cuts: special tokens, queries and a template's end stay.
+Used by the server's front process and by `LLM`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anycore.errors import BadRequest, ConfigError
+from anycore.models.spec import ModelSpec
+from anycore.text.cut import Cutter, Truncate, span_between, span_of
+from anycore.text.messages import normalise
+from anycore.text.rerank_profiles import RerankProfile, profile_of
+from anycore.text.template import ChatTemplate, Sandbox, TemplateFailed
+from anycore.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+    from anycore.models.source import Source
+
+log = logging.getLogger(__name__)
+
+QUERY_PROMPTS = ("query", "search_query", "Retrieval-query")
+DOCUMENT_PROMPTS = ("document", "passage", "search_document", "Retrieval-document")
+"""Names under which sentence-transformers files keep the prompts of a search, in the order they are looked for."""
+INSTRUCT = re.compile(r"Instruct: .*\nQuery:", re.DOTALL)
+"""A query prompt whose first line is the instruction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Tokens ready for the engine."""
+
+    token_ids: list[int]
+    token_types: list[int] | None = None  # segment ids, where the model reads them
+    truncated: bool = False
+    text: str = ""  # what was tokenised; empty for token ids
+
+
+class Renderer:
+    """Turns the inputs of one model into tokens.
+
+    Args:
+        max_model_len: longest sequence in tokens.
+        chat_template: file with a Jinja template to use instead of the model's.
+        allow_request_template: whether a request may bring a template, which is a program.
+
+    Raises:
+        ConfigError: the template file cannot be used.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        spec: ModelSpec,
+        max_model_len: int,
+        chat_template: str | None = None,
+        allow_request_template: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.max_model_len = max_model_len
+        self.tokenizer = Tokenizer.from_source(source)
+        templates = self.tokenizer.chat_templates
+        self._profile = profile_of(spec, templates.values())
+        if chat_template is not None:
+            templates = {"default": read_template(chat_template)}
+        box = Sandbox()
+        self._templates = {name: ChatTemplate(t, self.tokenizer.special_tokens, box) for name, t in templates.items()}
+        self._guests = Sandbox()  # templates from requests hold up each other only
+        if chat_template is not None:
+            check_template(self._templates["default"], chat_template)
+        self._allow_request_template = allow_request_template
+        self._warned_of_bos = False
+
+    def text(
+        self,
+        prompt: str | list[int],
+        add_special_tokens: bool = True,
+        *,
+        truncate: Truncate = None,
+        side: str = "left",
+        room: int | None = None,
+        param: str = "prompt",
+    ) -> Rendered:
+        """Render a prompt to complete. Token ids are used as they are.
+
+        Args:
+            truncate: see `cut.Truncate`.
+            side: where it is cut.
+            room: tokens to leave for the output; None leaves the check of the length to the caller.
+        """
+        cutter = self._cutter(truncate, side, param, room)
+        if not isinstance(prompt, str):
+            return self._fit_ids(self.check_ids(prompt, param), cutter)
+        encoding = self._encode(prompt, param, add_special_tokens=add_special_tokens)
+        if add_special_tokens:
+            self._warn_of_bos(encoding.ids)
+        return self._fit(encoding, prompt, cutter)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_special_tokens: bool = False,
+        truncate: Truncate = None,
+        side: str = "left",
+        room: int | None = None,
+    ) -> Rendered:
+        """Render a conversation. Blocks while the template runs; templates add the special tokens themselves.
+
+        Raises:
+            BadRequest: a message, an option or the template is at fault; `param` names it.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise BadRequest(
+                "add_generation_prompt begins a new message, continue_final_message goes on with the last: set one",
+                param="continue_final_message",
+            )
+        template = self._template(chat_template, tools)
+        prompt = template.render(
+            normalise(messages),
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=not continue_final_message
+            if add_generation_prompt is None
+            else add_generation_prompt,
+            continue_final_message=continue_final_message,
+            arguments=chat_template_kwargs,
+        )
+        encoding = self._encode(prompt, "messages", add_special_tokens=add_special_tokens)
+        if add_special_tokens:
+            self._warn_of_bos(encoding.ids)
+        return self._fit(encoding, prompt, self._cutter(truncate, side, "messages", room))
+
+    def embedding(
+        self,
+        item: str | list[int],
+        prompt_name: str | None = None,
+        truncate: Truncate = None,
+        side: str = "right",
+        *,
+        param: str = "input",
+    ) -> Rendered:
+        """Render a text to embed: the named prompt, or the model's default one, is put before it.
+
+        Token ids are used as they are: no prompt, no special tokens.
+        """
+        if not isinstance(item, str):
+            if prompt_name is not None:
+                raise BadRequest("a prompt can only be put before text, not before token ids", param="prompt_name")
+            return self._fit_ids(self.check_ids(item, param), self._cutter(truncate, side, param))
+        if not item:
+            raise BadRequest(f"{param} must not be an empty string", param=param)
+        return self._one(self._prompt(prompt_name) + item, self._cutter(truncate, side, param))
+
+    def pair(
+        self,
+        query: str,
+        document: str,
+        instruction: str | None = None,
+        truncate: Truncate = None,
+        side: str = "right",
+        apply_template: bool = True,
+        *,
+        param: str = "documents",
+    ) -> Rendered:
+        """Render a query and a document for a model that reads both at once. Only the document is ever cut.
+
+        With `apply_template=False` a yes/no reranker gets query + document as they are, already templated.
+
+        Raises:
+            BadRequest: the model takes no instruction, or nothing but cutting the query would help.
+        """
+        cutter = self._cutter(truncate, side, param)
+        if self._profile is not None:
+            return self._ask(self._profile, query, document, instruction, apply_template, cutter)
+        refuse_instruction(instruction)
+        encoding = self._encode(query, param, pair=document)
+        return self._fit(encoding, query + document, cutter, span_of(encoding, 1))
+
+    def query(
+        self, text: str, instruction: str | None = None, truncate: Truncate = None, side: str = "right"
+    ) -> Rendered:
+        """Render a query for a bi-encoder, whose score is the cosine of two vectors. Put `document` beside it."""
+        prompt = self._search_prompt(QUERY_PROMPTS)
+        if instruction is not None:
+            if not INSTRUCT.fullmatch(prompt):
+                refuse_instruction(instruction)
+            prompt = f"Instruct: {instruction}\nQuery:"
+        return self._one(prompt + text, self._cutter(truncate, side, "query"))
+
+    def document(
+        self, text: str, truncate: Truncate = None, side: str = "right", *, param: str = "documents"
+    ) -> Rendered:
+        """Render a document for a bi-encoder."""
+        return self._one(self._search_prompt(DOCUMENT_PROMPTS) + text, self._cutter(truncate, side, param))
+
+    def check_ids(self, ids: Sequence[Any], param: str) -> list[int]:
+        """Return token ids of the client if the model has them.
+
+        Raises:
+            BadRequest: naming the place.
+        """
+        if not isinstance(ids, (list, tuple)) or not ids:
+            raise BadRequest(f"{param} must be text or a list of at least one token id", param=param)
+        for i, token in enumerate(ids):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.spec.vocab_size:
+                raise BadRequest(
+                    f"{param}: {str(token)[:40]!r} at position {i} is not a token id of this model "
+                    f"(0 to {self.spec.vocab_size - 1})",
+                    param=param,
+                )
+        return list(ids)
+
+    def _ask(
+        self,
+        profile: RerankProfile,
+        query: str,
+        document: str,
+        instruction: str | None,
+        apply_template: bool,
+        cutter: Cutter,
+    ) -> Rendered:
+        """Render a yes/no question: one text, of which only the document's tokens may be cut."""
+        if apply_template:
+            head = profile.head.format(instruction=instruction or profile.instruction, query=query)
+            text = head + document + profile.suffix
+        else:
+            refuse_instruction(instruction)
+            head, text = query, query + document
+        encoding = self._encode(text, cutter.param, add_special_tokens=False)
+        ends = len(text) - len(profile.suffix) if text.endswith(profile.suffix) else len(text)
+        return self._fit(encoding, text, cutter, span_between(encoding, len(head), ends))
+
+    def _one(self, text: str, cutter: Cutter) -> Rendered:
+        return self._fit(self._encode(text, cutter.param), text, cutter)
+
+    def _encode(self, text: str, param: str, *, pair: str | None = None, add_special_tokens: bool = True) -> Encoding:
+        try:
+            return self.tokenizer.encoding(text, pair, add_special_tokens)
+        except BadRequest as error:
+            raise BadRequest(f"{param}: {error.message}", param=param) from None
+
+    def _fit(self, encoding: Encoding, text: str, cutter: Cutter, span: tuple[int, int] | None = None) -> Rendered:
+        """Cut an encoding to its limit. `span` is the run of tokens that may be cut: by default the text's own."""
+        ids: list[int] = encoding.ids
+        types: list[int] | None = encoding.type_ids if self.tokenizer.token_types else None
+        if not ids:
+            raise BadRequest(f"{cutter.param} gives no tokens", param=cutter.param)
+        cut = cutter.cut(len(ids), *(span or span_of(encoding, 0)))
+        if cut is None:
+            return Rendered(ids, types, False, text)
+        del ids[cut]
+        if types is not None:
+            del types[cut]
+        return Rendered(ids, types, True, text)
+
+    def _fit_ids(self, ids: list[int], cutter: Cutter) -> Rendered:
+        cut = cutter.cut(len(ids), 0, len(ids))
+        if cut is not None:
+            del ids[cut]
+        return Rendered(ids, truncated=cut is not None)
+
+    def _cutter(self, truncate: Truncate, side: str, param: str, room: int | None = 0) -> Cutter:
+        return Cutter(self.max_model_len, truncate, side, room, param)
+
+    def _prompt(self, name: str | None) -> str:
+        """Return the prompt of this name, or the default one, or nothing.
+
+        Raises:
+            BadRequest: there is none of this name.
+        """
+        pooling = self.spec.pooling
+        prompts = dict(pooling.prompts) if pooling is not None else {}
+        if name is None:
+            name = pooling.default_prompt if pooling is not None else None
+            return "" if name is None else prompts.get(name, "")
+        if name not in prompts:
+            known = ", ".join(sorted(prompts)) or "none"
+            raise BadRequest(f"the model has no prompt {name[:40]!r}; it has: {known}", param="prompt_name")
+        return prompts[name]
+
+    def _search_prompt(self, names: tuple[str, ...]) -> str:
+        prompts = dict(self.spec.pooling.prompts) if self.spec.pooling is not None else {}
+        return self._prompt(next((name for name in names if name in prompts), None))
+
+    def _template(self, text: str | None, tools: list[dict[str, Any]] | None) -> ChatTemplate:
+        """Choose the request's template, or the model's; the one for tools, if there are tools and it has one."""
+        if text is not None:
+            if not self._allow_request_template:
+                raise BadRequest(
+                    "this server takes no chat_template from requests: templates are programs "
+                    "(--allow-request-template changes it)",
+                    param="chat_template",
+                )
+            return ChatTemplate(text, self.tokenizer.special_tokens, self._guests)
+        found = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        if found is None:
+            raise BadRequest(
+                "the model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
+                param="messages",
+            )
+        return found
+
+    def _warn_of_bos(self, ids: list[int]) -> None:
+        """Warn, once a model, of a text that begins with the BOS its tokenizer adds anyway."""
+        bos = self.tokenizer.bos_id
+        if bos is not None and ids[:2] == [bos, bos] and not self._warned_of_bos:
+            self._warned_of_bos = True
+            log.warning(
+                "a prompt begins with two BOS tokens: its text has one and the tokenizer adds one; leave it out of the "
+                "text or send add_special_tokens false (said once)"
+            )
+
+
+def refuse_instruction(instruction: str | None) -> None:
+    if instruction is not None:
+        raise BadRequest("this model takes no instruction here", param="instruction")
+
+
+def check_template(template: ChatTemplate, path: str) -> None:
+    try:
+        template.check()
+    except TemplateFailed as error:
+        raise ConfigError(f"--chat-template {path}: {error.message}", param="chat_template") from None
+
+
+def read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--chat-template must name a file with a Jinja template; {path[:200]!r} cannot be read: {error}",
+            param="chat_template",
+        ) from None
