@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from anycore.contract.backend import Backend
 
 ALL_TASKS = (Task.GENERATE, Task.EMBED, Task.RERANK)
-BLOCK_SIZES = (16, 1, 2, 4, 8, 32, 64, 128, 256)  # 16 places of 64 bfloat16 elements: 2 KiB runs, little waste
+BLOCK_SIZES = (16, 1, 2, 4, 8, 32, 64, 128)  # 16 places of 64 bfloat16 elements: 2 KiB runs, little waste
 
 CAUSAL = Support(
     tasks=ALL_TASKS,

@@ -1,0 +1,213 @@
+"""The conformance kit: a pytest class that is generated from a backend's support table.
+
+    class TestMyBackend(BackendConformance):
+        backend = "mine"
+
+Every combination that the table claims for the device at hand is compared with float64. Needs pytest, which only
+this module imports.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from anycore.contract import checks
+from anycore.contract.backend import Backend, KVSpec
+from anycore.contract.checks import AttentionCase
+from anycore.contract.declare import CONTRACT_VERSION, DTYPES, FEATURES, BackendSpec, Level, Support, Task
+from anycore.errors import AnycoreError
+from anycore.plugins import load
+
+HEAD_DIMS = (64, 16, 80, 256)
+"""What is tried where a row says "any head size": powers of two and not, small and large."""
+
+BLOCK_SIZES = (16, 1, 32)
+"""What is tried where a row says "any block size"."""
+
+HEADS = ((6, 2), (4, 4), (4, 1))
+"""Query and KV heads: grouped, one to one, all on one."""
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+class BackendConformance:
+    """Inherit, name the backend, and let pytest collect it."""
+
+    backend: str
+
+    @classmethod
+    def spec(cls) -> BackendSpec:
+        """The backend as its plugin declares it."""
+        return load().backend(cls.backend)
+
+    @pytest.fixture(scope="class")
+    def device(self) -> Iterator[Backend]:
+        """The backend, open. Where there is no device, what needs one is skipped with the probe's reason."""
+        spec = self.spec()
+        probe = spec.probe()
+        if not probe.available:
+            pytest.skip(f"no {spec.name} device: {probe.reason}")
+        with torch.inference_mode():
+            opened = spec.open(probe.devices[0].index)
+            yield opened
+            opened.close()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """One test a claim: pytest calls this for every test of the class."""
+        for name, make in CASES.items():
+            if name in metafunc.fixturenames:
+                found = list(dict.fromkeys(make(self.claims())))  # rows may overlap
+                metafunc.parametrize(name, found, ids=map(title, found))
+
+    @classmethod
+    def claims(cls) -> list[Support]:
+        """Rows that hold on the first device found, or on any chip when there is none."""
+        spec = cls.spec()
+        devices = spec.probe().devices
+        chip = devices[0].chip if devices else None
+        return [
+            row
+            for row in spec.support
+            if row.level is not Level.UNSUPPORTED and (chip is None or not row.chips or chip in row.chips)
+        ]
+
+    # --- what it declares ----------------------------------------------------------------------------------------
+
+    def test_declares_itself_soundly(self) -> None:
+        spec = self.spec()
+        assert spec.api[0] == CONTRACT_VERSION[0]
+        assert spec.api[1] <= CONTRACT_VERSION[1]
+        assert spec.support, "the support table is empty"
+        assert 0 < spec.memory_utilization <= 1
+        for row in spec.support:
+            assert row.tasks, f"{row} names no task"
+            assert row.attention in ("causal", "bidirectional"), row
+            assert row.attention == "causal" or Task.GENERATE not in row.tasks, f"{row} generates without causality"
+            assert set(row.weights) <= set(DTYPES), row
+            assert set(row.features) <= set(FEATURES), row
+            assert all(size > 0 for size in (*row.block_sizes, *row.head_dims)), row
+            assert row.level is not Level.UNSUPPORTED or row.note, f"{row} is unsupported and does not say why"
+
+    def test_is_named_without_heavy_imports(self) -> None:
+        code = (
+            "import sys; from anycore.plugins import load; load()"
+            f".backend({self.backend!r}).probe(); sys.exit('torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, f"naming and probing the backend imports torch or fails: {done.stderr}"
+
+    def test_probes_with_devices_or_a_reason(self) -> None:
+        probe = self.spec().probe()
+        assert probe.available or (probe.reason and probe.advice)
+        for device in probe.devices:
+            assert device.name
+            assert device.chip
+            assert device.memory is None or device.memory > 0
+
+    def test_refuses_a_device_that_is_not_there(self, device: Backend) -> None:
+        with pytest.raises(AnycoreError, match="9999"):
+            self.spec().open(9999)
+
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    def test_memory(self, device: Backend, dtype: str) -> None:
+        for size in (1, 16):
+            checks.check_memory(device, KVSpec(3, 2, 80, size, dtype), blocks=5)
+
+    # --- operations ----------------------------------------------------------------------------------------------
+
+    def test_paged_attention(self, device: Backend, paged_case: AttentionCase) -> None:
+        checks.check_paged_attention(device, paged_case)
+
+    def test_packed_attention(self, device: Backend, packed_case: AttentionCase) -> None:
+        checks.check_packed_attention(device, packed_case)
+
+    def test_batch_mates_change_nothing(self, device: Backend, packed_case: AttentionCase) -> None:
+        checks.check_company(device, packed_case)
+
+    @pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 130])
+    def test_linear(self, device: Backend, dtype: str, rows: int) -> None:
+        for shape, biased in product(((64, 48), (50, 33), (3, 256), (1, 32)), (False, True)):
+            checks.check_linear(device, dtype, rows, shape, biased)
+
+    def test_linear_of_no_rows(self, device: Backend, dtype: str) -> None:
+        checks.check_linear(device, dtype, 0, (64, 48), biased=True)
+
+    @pytest.mark.parametrize("rows", [1, 5, 64])
+    def test_norms(self, device: Backend, dtype: str, rows: int) -> None:
+        for width, with_residual in product((48, 77, 576), (False, True)):
+            checks.check_norms(device, dtype, rows, width, with_residual)
+
+    @pytest.mark.parametrize("rows", [1, 5, 64])
+    def test_rotary(self, device: Backend, dtype: str, rows: int) -> None:
+        for heads, kv_heads, head_dim in ((6, 2, 64), (1, 1, 16), (4, 4, 80), (4, 1, 256)):
+            checks.check_rotary(device, dtype, rows, heads, kv_heads, head_dim)
+
+    @pytest.mark.parametrize("kind", ACTIVATIONS)
+    def test_gated(self, device: Backend, dtype: str, kind: str) -> None:
+        for rows, width in ((1, 64), (5, 33), (40, 96)):
+            checks.check_gated(device, dtype, kind, rows, width)
+
+    def test_embedding(self, device: Backend, dtype: str) -> None:
+        table = torch.randn(17, 24, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
+        ids = torch.tensor([16, 0, 3, 3])
+        got = device.ops.embedding(device.memory.upload(ids), device.memory.upload(table))
+        assert torch.equal(got.cpu(), table[ids])
+
+    def test_sampling(self, device: Backend) -> None:
+        checks.check_sampling(device)
+
+
+def dtypes(rows: list[Support]) -> Iterator[str]:
+    """Every dtype that some row claims, once."""
+    yield from dict.fromkeys(name for row in rows for name in row.weights)
+
+
+def paged_cases(rows: list[Support]) -> Iterator[AttentionCase]:
+    """What rows claim for models with a KV cache: every block size with every head size, window and soft cap."""
+    for row in rows:
+        if row.attention == "causal":
+            for size in row.block_sizes or BLOCK_SIZES:
+                yield from cases(row, size, windows=(5, size + 3))
+
+
+def packed_cases(rows: list[Support]) -> Iterator[AttentionCase]:
+    """What rows claim for models without a KV cache."""
+    for row in rows:
+        yield from cases(row, 0, windows=(1, 9))
+
+
+def cases(row: Support, block_size: int, windows: tuple[int, ...]) -> Iterator[AttentionCase]:
+    """Every dtype, head size, window and soft cap of one row; the ratio of heads changes along the way."""
+    reach = (None, *windows) if "sliding_window" in row.features else (None,)
+    caps = (None, 3.0) if "softcap" in row.features else (None,)
+    claimed = product(row.weights, row.head_dims or HEAD_DIMS, reach, caps)
+    for seed, (dtype, dim, window, cap) in enumerate(claimed):
+        heads, kv_heads = HEADS[seed % len(HEADS)]
+        causal = row.attention == "causal"
+        yield AttentionCase(dtype, dim, causal, block_size, window, cap, heads, kv_heads, seed)
+
+
+def title(case: Any) -> str:
+    """A short name for a test: bfloat16-64-b16-w19-cap."""
+    if not isinstance(case, AttentionCase):
+        return str(case)
+    words = [case.dtype, "causal" if case.causal else "full", f"d{case.head_dim}", f"h{case.heads}/{case.kv_heads}"]
+    words += [f"b{case.block_size}"] if case.block_size else []
+    words += [f"w{case.window}"] if case.window else []
+    return "-".join(words + (["cap"] if case.softcap else []))
+
+
+CASES: dict[str, Callable[[list[Support]], Iterator[Any]]] = {
+    "dtype": dtypes,
+    "paged_case": paged_cases,
+    "packed_case": packed_cases,
+}
+"""Test arguments that come from the table."""
