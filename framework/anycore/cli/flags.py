@@ -139,7 +139,7 @@ def parse_quantity(text: str) -> int:
     Raises:
         ValueError: it is none of these, or no whole number.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(i?)(B?)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgtKMGT]?)(i?)(B?)", text.strip(), re.ASCII)
     if not match or (match[3] and not match[2]):
         raise ValueError(f"must be a number such as 4096, 512MiB or 4GiB, not {text!r}")
     number, prefix, binary, byte = match.groups()

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anycore.cli.flags import Parser, add_flags
 from anycore.cli.progress import show_progress
@@ -54,8 +54,7 @@ def open_model(options: argparse.Namespace, model: str, task: str) -> LLM:
     chosen = {name: vars(options).get(name) for name in (*SAMPLING, "max_tokens")}
     sampling = {name: value for name, value in chosen.items() if value is not None}
     if sampling:
-        written = json.loads(values.get("override_generation_config") or "{}")
-        values["override_generation_config"] = json.dumps({**written, **sampling})
+        values["override_generation_config"] = json.dumps(_written(values) | sampling)
     configs = expand(values)
     fitting = [config for config in configs if config.task in ("auto", task)]
     if not fitting:
@@ -66,6 +65,20 @@ def open_model(options: argparse.Namespace, model: str, task: str) -> LLM:
     rest = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in ("model", "task")}
     with show_progress() as progress:
         return LLM(config.model, task=task, progress=progress, **rest)
+
+
+def _written(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what --override-generation-config says already."""
+    text = values.get("override_generation_config") or "{}"
+    try:
+        written = json.loads(text)
+    except ValueError:
+        written = None
+    if not isinstance(written, dict):
+        raise ConfigError(
+            f"--override-generation-config must be a JSON object, not {text}", param="override_generation_config"
+        )
+    return written
 
 
 def texts_or_stdin(texts: list[str], *, lines: bool) -> list[str]:

@@ -38,13 +38,13 @@ def show_table(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    table = Table(*COLUMNS, header_style="bold")
+    console = Console(highlight=False, markup=False)
+    table = Table(*COLUMNS, "note", header_style="bold")
     for cells, note in rows(report):
-        table.add_row(*cells[:-1], cells[-1] + (f"\n{note}" if note else ""))
+        table.add_row(*cells, note)
     console.print(table)
     for line in (*devices(report), *failures(report)):
-        console.print(line, markup=False)
+        console.print(line)
 
 
 def plain(report: dict[str, Any]) -> list[str]:

@@ -32,45 +32,57 @@ def show_progress() -> Iterator[Callable[[str, float], None]]:
 
 
 class Lines:
-    """Logs the start and the end of each phase, and in between at most one line in a few seconds."""
+    """Logs when an activity begins and ends, and in between at most one line in a few seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._started: dict[str, float] = {}
+        self._current: dict[str, tuple[str, float]] = {}  # subject -> activity, when it began
         self._last = 0.0
 
     def __call__(self, phase: str, fraction: float) -> None:
+        subject, activity = split(phase)
         now = self._clock()
-        first = phase not in self._started
-        started = self._started.setdefault(phase, now)
-        if fraction >= 1:
-            del self._started[phase]
-            log.info("%s: done in %.1f s", phase, now - started)
-        elif first or now - self._last >= SECONDS_BETWEEN_LINES:
+        began = self._current.get(subject, ("", now))
+        if began[0] != activity:
+            self._current[subject] = (activity, now)
+            self._last = now
+            log.info("%s", phase)
+        elif fraction >= 1:
+            del self._current[subject]
+            log.info("%s: done in %.1f s", phase, now - began[1])
+        elif now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now
             log.info("%s: %d %%", phase, fraction * 100)
 
 
 class Bars:
-    """Draws a bar for each phase while any is unfinished; nothing is drawn, and nothing refreshed, in between."""
+    """Draws a bar for each subject that is at work; nothing is drawn, and nothing refreshed, when none is."""
 
     def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
         self._progress = Progress(*columns, console=console or Console(stderr=True), transient=True)
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, phase: str, fraction: float) -> None:
-        if phase not in self._tasks:
-            self._tasks[phase] = self._progress.add_task(phase.replace("[", r"\["), total=1.0)
-            self._start()
-        self._progress.update(self._tasks[phase], completed=min(fraction, 1.0))
+        subject, _ = split(phase)
         if fraction >= 1:
-            self._progress.remove_task(self._tasks.pop(phase))
+            if subject in self._tasks:
+                self._progress.remove_task(self._tasks.pop(subject))
             if not self._tasks:
                 self.stop()
+            return
+        if subject not in self._tasks:
+            self._tasks[subject] = self._progress.add_task(phase, total=1.0)
+            self._start()
+        self._progress.update(self._tasks[subject], description=phase, completed=fraction)
 
     def _start(self) -> None:
         self._progress.start()
@@ -85,3 +97,9 @@ class Bars:
         for handler in logging.getLogger().handlers:
             if type(handler) is logging.StreamHandler:
                 handler.setStream(stream)
+
+
+def split(phase: str) -> tuple[str, str]:
+    """Split "model: activity" into what works and what it does; a new activity ends the one before."""
+    subject, _, activity = phase.rpartition(": ")
+    return subject, activity

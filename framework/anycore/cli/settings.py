@@ -143,10 +143,13 @@ def _load(path: Path) -> dict[Any, Any]:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            twice = next((key for key in keys if keys.count(key) > 1), None)
-            if twice is not None:
-                raise ConfigError(f"{path}:{node.start_mark.line + 1}: {twice} is set twice", param=str(twice))
+            seen: list[Any] = []
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    line = key_node.start_mark.line + 1
+                    raise ConfigError(f"{path}:{line}: {key} is set twice", param=str(key))
+                seen.append(key)
             return super().construct_mapping(node, deep=deep)
 
     try:

@@ -1,0 +1,129 @@
+"""The command `anycore` itself: what it imports, how errors end, and what help says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from anycore import __version__
+from anycore.cli.main import COMMANDS, dispatch, main, overview, parser_of
+from anycore.errors import DoesNotFit, PluginError
+
+HEAVY = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "numpy", "zmq", "rich")
+
+
+@pytest.mark.parametrize("words", [["matrix"], ["matrix", "--json"], ["doctor"], ["version"], ["--help"]])
+def test_light_commands_import_nothing_heavy(words: list[str]) -> None:
+    program = (
+        "import sys; from anycore.cli.main import main; code = main(sys.argv[1:]); "
+        f"loaded = [name for name in {HEAVY} if name in sys.modules]; "
+        "print(loaded, file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip().endswith("[]")
+
+
+def test_serve_reads_its_flags_without_torch() -> None:
+    program = (
+        "import sys; from anycore.cli.main import main; code = main(['serve', 'm', '--max-num-seqs', '0']); "
+        "print(code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2", "False", "False"], done.stderr
+
+
+def test_every_command_has_a_module_help_and_a_line_in_the_overview() -> None:
+    for name in COMMANDS.keys() - {"version"}:
+        module = import_module(f"anycore.cli.{name}")
+        assert module.__doc__
+        assert callable(module.run)
+        text = parser_of(name).format_help()
+        assert text.startswith(f"usage: anycore {name}")
+        assert f"  {name} " in overview()
+
+
+@pytest.mark.parametrize("words", [["version"], ["--version"], ["-V"]])
+def test_version(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert capsys.readouterr().out == f"anycore {__version__}\n"
+
+
+def test_without_a_command_the_overview_and_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "anycore serve demo" in capsys.readouterr().out
+    assert main(["--help"]) == 0
+
+
+def test_an_unknown_command_exits_2_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrx"]) == 2
+    assert "there is no command matrx; did you mean matrix?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [DoesNotFit("needs 5, has 3"), PluginError("no device")])
+def test_a_deliberate_error_is_one_message_and_its_exit_code(
+    error: DoesNotFit | PluginError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object) -> int:
+        raise error
+
+    monkeypatch.setattr("anycore.cli.matrix.run", fail)
+    assert main(["matrix"]) == error.exit_code
+    assert capsys.readouterr().err == f"anycore: {error.message}\n"
+
+
+def test_a_traceback_shows_only_when_debugging(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(options: object) -> int:
+        raise PluginError("no device")
+
+    monkeypatch.setattr("anycore.cli.matrix.run", fail)
+    monkeypatch.setenv("ANYCORE_LOG", "debug")
+    assert main(["matrix"]) == PluginError.exit_code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_fault_of_our_own_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("anycore.cli.matrix.run", lambda options: 1 // 0)
+    assert main(["matrix"]) == 70
+    text = capsys.readouterr().err
+    assert "internal error: ZeroDivisionError" in text
+    assert "Traceback" not in text
+
+
+def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("anycore.cli.main.dispatch", interrupt)
+    assert main(["matrix"]) == 130
+
+
+def test_a_wrong_log_level_in_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ANYCORE_LOG", "loud")
+    assert main(["matrix"]) == 2
+    assert "ANYCORE_LOG must be one of debug, info, warning, error, not 'loud'" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    program = "import sys; from anycore.cli.main import main; sys.exit(main(['matrix', '--json']))"
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) in (0, 141)
+
+
+def test_dispatch_returns_what_the_command_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anycore.cli.matrix.run", lambda options: 7)
+    assert dispatch(["matrix"]) == 7

@@ -1,0 +1,164 @@
+"""`anycore matrix` and `anycore doctor`: the table as declared, and what is absent with reason and next step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from installed import anycore, install, install_echo
+
+from anycore import plugins
+from anycore.cli import doctor
+from anycore.cli.main import main
+from anycore.cli.matrix import plain, rows, show_table
+from anycore.config import ENVIRONMENT
+
+
+def matrix(path: Path, script: dict[str, Any] | None = None) -> dict[str, Any]:
+    done = anycore("matrix", "--json", path=path, env={"ANYCORE_ECHO": json.dumps(script or {})})
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def test_json_holds_every_row_as_declared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrix", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    loaded = plugins.load()
+    assert [backend["name"] for backend in report["backends"]] == [spec.name for spec in loaded.backends]
+    for backend, spec in zip(report["backends"], loaded.backends, strict=True):
+        assert backend["support"] == [json.loads(msgspec.json.encode(row)) for row in spec.support]
+        assert backend["distribution"] == spec.distribution
+
+
+def test_a_plugin_of_another_distribution_is_shown_with_its_devices(tmp_path: Path) -> None:
+    report = matrix(install_echo(tmp_path), {"devices": 2, "chip": "80"})
+    echo = next(backend for backend in report["backends"] if backend["name"] == "echo")
+    assert echo["distribution"] == "anycore-echo 0.1.0"
+    assert [device["chip"] for device in echo["probe"]["devices"]] == ["80", "80"]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason", "advice"),
+    [
+        ({"failure": "library"}, "libecho.so.1: cannot open shared object file", "Install the echo runtime."),
+        ({"failure": "permission"}, "Permission denied: '/dev/echo0'", "Add this user to the group echo."),
+        ({"devices": 0}, "the driver sees 0 devices", "Check the cable."),
+        ({"driver": "11.4"}, "driver 11.4 found, 12.1 or newer needed", "Upgrade the echo driver."),
+        ({"failure": "raise"}, "RuntimeError: echo: the probe itself failed", "report it to its authors"),
+    ],
+)
+def test_h01_an_absent_device_is_shown_with_reason_and_next_step(
+    tmp_path: Path, script: dict[str, Any], reason: str, advice: str
+) -> None:
+    install_echo(tmp_path)
+    for command in ("matrix", "doctor"):
+        done = anycore(command, path=tmp_path, env={"ANYCORE_ECHO": json.dumps(script)})
+        (line,) = [line for line in done.stdout.splitlines() if "no device" in line]
+        assert "echo (anycore-echo 0.1.0)" in line
+        assert reason in line
+        assert advice in line
+
+
+def test_h03_a_plugin_of_another_contract_is_shown(tmp_path: Path) -> None:
+    install_echo(tmp_path)
+    for command in ("matrix", "doctor"):
+        done = anycore(command, path=tmp_path, env={"ANYCORE_ECHO": '{"api": [2, 0]}'})
+        assert "plugin echo (anycore-echo 0.1.0): needs contract 2.0, this is 1.0." in done.stdout
+        assert done.returncode == 0, done.stderr
+
+
+def test_h03_doctor_gives_all_versions_as_json(tmp_path: Path) -> None:
+    done = anycore("doctor", "--json", path=install_echo(tmp_path), env={"ANYCORE_ECHO": '{"driver": "11.4"}'})
+    report = json.loads(done.stdout)
+    assert report["contract"] == [1, 0]
+    assert report["packages"].keys() >= {"torch", "transformers", "fastapi", "pluggy"}
+    assert "ruff" not in report["packages"]
+    versions = {backend["name"]: backend["probe"]["versions"] for backend in report["backends"]}
+    assert versions["echo"] == {"driver": "11.4", "driver needed": "12.1"}
+    assert versions["cpu"]["torch"] == report["packages"]["torch"]
+
+
+def test_a_hanging_plugin_does_not_stop_the_matrix(tmp_path: Path) -> None:
+    install(tmp_path, "hanging-device", "1.0", "hanging", "hanging_matrix", "import time\ntime.sleep(60)")
+    done = anycore("matrix", path=tmp_path, env={"ANYCORE_PLUGIN_SECONDS": "0.3"})
+    assert "plugin hanging (hanging-device 1.0): TimeoutError: did not answer within 0.3 s." in done.stdout
+    assert "cpu" in done.stdout
+    assert done.returncode == 0
+
+
+def test_a_script_that_is_wrong_is_this_plugins_failure(tmp_path: Path) -> None:
+    done = anycore("matrix", path=install_echo(tmp_path), env={"ANYCORE_ECHO": '{"devicez": 2}'})
+    assert "plugin echo (anycore-echo 0.1.0): TypeError:" in done.stdout
+    assert "devicez" in done.stdout
+
+
+REPORT: dict[str, Any] = {
+    "backends": [
+        {
+            "name": "one",
+            "distribution": "one 1.0",
+            "probe": {"devices": [], "reason": "it is off", "advice": "Turn it on."},
+            "support": [
+                {
+                    "level": "native",
+                    "tasks": ["embed", "rerank"],
+                    "attention": "bidirectional",
+                    "weights": ["float32"],
+                    "architectures": [],
+                    "head_dims": [64, 128],
+                    "block_sizes": [],
+                    "chips": ["80"],
+                    "note": "a [note]",
+                }
+            ],
+        }
+    ],
+    "failures": [{"name": "two", "distribution": "two 2.0", "reason": "it broke", "advice": "Mend it."}],
+}
+
+
+def test_plain_text_has_a_line_a_row_and_a_line_a_trouble() -> None:
+    cells = ("one", "native", "embed, rerank", "bidirectional", "float32", "any", "64, 128", "any", "80")
+    assert rows(REPORT) == [(cells, "a [note]")]
+    lines = plain(REPORT)
+    columns, note = lines[1].split("\n")
+    assert [word.strip() for word in columns.split("  ") if word] == list(cells)
+    assert note == "    a [note]"
+    assert lines[-2:] == [
+        "one (one 1.0): no device: it is off. Turn it on.",
+        "plugin two (two 2.0): it broke. Mend it.",
+    ]
+
+
+def test_the_table_of_a_terminal_says_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    show_table(REPORT)
+    text = capsys.readouterr().out
+    for words in ("embed, rerank", "bidirectional", "64, 128", "a [note]", "it is off. Turn it on.", "it broke. Mend"):
+        assert words in text
+
+
+def test_o06_doctor_masks_secrets(tmp_path: Path) -> None:
+    secrets = {"ANYCORE_API_KEY": "sk-marker", "HF_TOKEN": "hf-marker", "ANYCORE_CACHE": str(tmp_path)}
+    for words in (["doctor"], ["doctor", "--json"]):
+        done = anycore(*words, env=secrets)
+        assert "marker" not in done.stdout + done.stderr
+        assert "***" in done.stdout
+        assert str(tmp_path) in done.stdout
+
+
+def test_doctor_shows_every_variable_that_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for name, meaning in ENVIRONMENT.items():
+        assert name in text
+        assert meaning in text
+
+
+def test_doctor_exits_1_when_no_backend_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda environ: {"backends": [{"available": False}]})
+    assert main(["doctor", "--json"]) == 1
