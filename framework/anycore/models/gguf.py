@@ -64,6 +64,8 @@ class GgufFile:
             self._read_header()
         except struct.error as error:
             raise WeightsError(f"{path} is cut inside its header: it has only {len(self.data)} bytes") from error
+        except UnicodeDecodeError as error:
+            raise WeightsError(f"{path}: its header is damaged: a name is not UTF-8 text") from error
         self._check_size()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -121,10 +123,14 @@ class GgufFile:
         for _ in range(tensor_count):
             name, offset = self._string(offset)
             count = _NUMBER.unpack_from(self.data, offset)[0]
+            if count > 4:
+                raise WeightsError(f"{self.path}: its header is damaged: tensor {name} has {count} dimensions")
             *dimensions, kind, place = struct.unpack_from(f"<{count}QIQ", self.data, offset + 4)
             offset += 4 + 8 * count + 12
             listed.append((name, tuple(reversed(dimensions)), kind, place))
         alignment = self.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise WeightsError(f"{self.path}: its header is damaged: general.alignment is {alignment!r}")
         start = -(-offset // alignment) * alignment
         self.tensors = {
             name: TensorInfo(name, shape, kind, start + place, self._bytes(name, shape, kind))

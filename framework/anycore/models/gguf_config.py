@@ -13,7 +13,9 @@ from anycore.models.gguf import GgufFile
 
 Config = dict[str, Any]
 POOLING = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}
-"""llama.cpp's pooling types, as sentence-transformers names them; 0 is none, 4 a score."""
+"""llama.cpp's pooling types, as sentence-transformers names them; 0 is none."""
+SCORE = 4
+"""The pooling type of rerankers."""
 END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Words that end an answer although the header names only the end of the text (instruction-tuned models)."""
 DENSE = {0: "float32", 1: "float16", 30: "bfloat16"}
@@ -46,7 +48,7 @@ def config_of(file: GgufFile) -> Config:
     make = ARCHITECTURES.get(file.architecture)
     if make is None:
         raise _unsupported(file, f"has the architecture {file.architecture!r}; known are {', '.join(ARCHITECTURES)}")
-    config = make(file)
+    config = make(file) | {"_name_or_path": file.get("general.name", file.path.stem)}
     matrices = {t.type for t in file.tensors.values() if len(t.shape) > 1}
     if len(matrices) == 1 and (dtype := DENSE.get(matrices.pop())):
         config["dtype"] = dtype
@@ -85,7 +87,10 @@ def _qwen2(file: GgufFile) -> Config:
 
 def _qwen3(file: GgufFile) -> Config:
     config = _decoder(file, "Qwen3ForCausalLM", "qwen3")
-    return config | {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "use_sliding_window": False}
+    config |= {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "use_sliding_window": False}
+    if file.get("qwen3.pooling_type") == SCORE:
+        config["classifier_from_token"] = ["no", "yes"]
+    return config
 
 
 def _gemma3(file: GgufFile) -> Config:
@@ -111,7 +116,7 @@ def _gemma3(file: GgufFile) -> Config:
 def _bert(file: GgufFile) -> Config:
     """BERT with its own tokenizer; RoBERTa's kin share the name but keep their positions in another way."""
     _expect(file, "tokenizer.ggml.model", file.need("tokenizer.ggml.model"), "bert")
-    if file.get("bert.pooling_type") == 4:
+    if file.get("bert.pooling_type") == SCORE:
         raise _unsupported(
             file, "is a BERT reranker, and GGUF leaves out a layer of its head; use its safetensors folder"
         )

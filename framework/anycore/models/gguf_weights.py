@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anycore.errors import Unsupported, WeightsError
 from anycore.models.gguf import GgufFile
+from anycore.models.gguf_config import config_of
 
 DECODER = {
     "token_embd": "model.embed_tokens",
@@ -68,11 +69,10 @@ class GgufCheckpoint:
     def __init__(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         self.file = GgufFile(path)
         self.dtype = dtype
-        kind = self.file.architecture
-        if kind not in NAMES:
-            raise Unsupported(f"{path.name} has the architecture {kind!r}; known are {', '.join(NAMES)}", param="model")
+        self.config = config_of(self.file)
+        names = NAMES[self.file.architecture]
         stored = sorted(self.file.tensors.values(), key=lambda t: t.offset)
-        self._stored = {self._name(t.name, NAMES[kind]): t for t in stored if t.name not in IN_CONFIG}
+        self._stored = {self._name(t.name, names): t for t in stored if t.name not in IN_CONFIG}
         self.shapes = {name: info.shape for name, info in self._stored.items()}
         self._check_types()
 
@@ -96,18 +96,12 @@ class GgufCheckpoint:
                 rows = rows - np.float32(1)  # the file has 1 + w, as its kernels multiply; transformers has w
             result[start : start + step] = torch.from_numpy(np.require(rows, np.float32, "W"))
         if self.file.architecture == "llama" and (match := re.search(r"\.attn_([qk])\.", info.name)):
-            result = self._unpermute(result, match[1])
+            heads = self.config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
+            return unpermute(result.reshape(info.shape), heads)
         return result.reshape(info.shape)
 
     def file_of(self, name: str) -> str:
         return self.file.path.name
-
-    def _unpermute(self, rows: Tensor, which: str) -> Tensor:
-        """Bring the rows of each head back from pairs (0, 1), (2, 3), … to halves (0, d/2), (1, d/2 + 1), …"""
-        heads = self.file.need("llama.attention.head_count")
-        if which == "k":
-            heads = self.file.get("llama.attention.head_count_kv", heads)
-        return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
     def _name(self, name: str, names: dict[str, str]) -> str:
         stem, _, ending = name.rpartition(".")
@@ -132,3 +126,8 @@ class GgufCheckpoint:
                     "take a file of another quantisation (Q4_K_M, Q8_0, BF16, …)",
                     param="model",
                 ) from error
+
+
+def unpermute(weight: Tensor, heads: int) -> Tensor:
+    """Put the rows of each head, which llama.cpp keeps as the pairs it rotates, back as two halves."""
+    return weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)

@@ -82,7 +82,7 @@ def load_gguf_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     if template := _chat_template(file):
         info["chat_template"] = template
     if kind == "bert":
-        begin, end = special.get("cls", special.get("bos")), special.get("sep", special.get("eos"))
+        begin, end = special["cls"], special["sep"]
     else:
         begin = special.get("bos") if info["add_bos_token"] else None
         end = special.get("eos") if info["add_eos_token"] else None
@@ -151,7 +151,7 @@ def _special_tokens(file: GgufFile, words: list[str], kind: str) -> dict[str, st
     """Return the special tokens by role. Old files leave out the ids that all of a kind have."""
     usual = {
         "llama": {"bos": 1, "eos": 2, "unk": 0},
-        "bert": {"cls": 101, "unk": 100, "sep": 102, "pad": 0, "mask": 103},
+        "bert": {"bos": 101, "unk": 100, "sep": 102, "pad": 0},
     }
     keys = {"unk": "unknown", "pad": "padding", "sep": "seperator"}  # the format spells it so
     special = {}
@@ -161,6 +161,8 @@ def _special_tokens(file: GgufFile, words: list[str], kind: str) -> dict[str, st
             if i >= len(words):
                 raise WeightsError(f"{file.path}: the {role} token is number {i} of {len(words)}")
             special[role] = words[i]
+    if kind == "bert":
+        special.setdefault("cls", special.pop("bos"))
     return special
 
 
