@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,13 @@ def packed(model: loader.Model, texts: list[list[int]], types: list[list[int]] |
     """Hidden states of several texts in one batch without a KV cache."""
     lengths = [len(text) for text in texts]
     batch = Batch(
-        input_ids=torch.tensor(sum(texts, [])),
+        input_ids=torch.tensor(list(chain.from_iterable(texts))),
         positions=torch.cat([torch.arange(n) for n in lengths]),
         query_lens=lengths,
         context_lens=[0] * len(texts),
         output_rows=torch.arange(sum(lengths)),
         causal=model.spec.attention == "causal",
-        token_types=None if types is None else torch.tensor(sum(types, [])),
+        token_types=None if types is None else torch.tensor(list(chain.from_iterable(types))),
     )
     return list(model.forward(batch).split(lengths))
 

@@ -235,7 +235,7 @@ def named_reranker(source: Source, config: dict[str, Any]) -> bool:
     card = source.path("README.md")
     if card is not None:
         matter = card.read_text(encoding="utf-8", errors="replace").split("\n---", 1)[0]
-        if re.search(r"^pipeline_tag:\s*text-ranking\s*$", matter, re.MULTILINE):
+        if matter.startswith("---") and re.search(r"^pipeline_tag:\s*text-ranking\s*$", matter, re.MULTILINE):
             return True
     folders = [folder.name for folder in (source.folder, *source.folder.parents[:2])]  # hub: NAME/snapshots/REVISION
     cached = folders[2:] if folders[1:2] == ["snapshots"] else folders[:1]

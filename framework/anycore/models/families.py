@@ -87,7 +87,7 @@ def llama(config: Config) -> ModelSpec:
 
 def mistral(config: Config) -> ModelSpec:
     window = config.get("sliding_window", 4096)
-    return decoder(config, windows=(window,) * config["num_hidden_layers"] if window else ())
+    return decoder(config, windows=(window,) * layer_count(config) if window else ())
 
 
 def qwen2(config: Config) -> ModelSpec:
@@ -183,6 +183,8 @@ def encoder(config: Config, position_offset: int = 0) -> ModelSpec:
     kind = config.get("position_embedding_type") or "absolute"
     if kind != "absolute":
         raise Unsupported(f"config.json: position_embedding_type {kind!r} is not supported, only 'absolute' is")
+    if hidden % heads:
+        raise ConfigError(f"config.json: hidden_size {hidden} is no multiple of {heads} num_attention_heads")
     if config.get("is_decoder"):
         raise Unsupported(f"config.json: {name} with is_decoder is not supported: encoders attend both ways")
     scores = name.endswith("ForSequenceClassification")

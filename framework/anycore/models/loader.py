@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -116,6 +117,10 @@ class Place:
     def shape(self) -> tuple[int, ...]:
         return (self.rows, *self.parameter.shape[1:])
 
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
 
 def canonical(name: str) -> str:
     """A checkpoint's name as `parameters` spells it."""
@@ -127,7 +132,7 @@ def canonical(name: str) -> str:
 
 
 def match(wanted: list[Parameter], checkpoint: Checkpoint, what: str) -> dict[str, Place]:
-    """Return the place of each checkpoint tensor that is wanted; say which are left over.
+    """Return the place of each checkpoint tensor that is wanted.
 
     Raises:
         WeightsError: a tensor is missing, there twice, or of another shape.
@@ -139,11 +144,9 @@ def match(wanted: list[Parameter], checkpoint: Checkpoint, what: str) -> dict[st
             places[name] = Place(parameter, first, rows)
             first += rows
     found: dict[str, str] = {}
-    extra = []
     for name, shape in checkpoint.shapes.items():
         plain = canonical(name)
         if plain not in places:
-            extra += [] if UNUSED.search(plain) else [name]
             continue
         if plain in found:
             raise WeightsError(f"{checkpoint.file_of(name)}: {name} and {found[plain]} are the same tensor twice")
@@ -156,8 +159,6 @@ def match(wanted: list[Parameter], checkpoint: Checkpoint, what: str) -> dict[st
     missing = [name for name, place in places.items() if name not in found and not place.parameter.optional]
     if missing:
         raise WeightsError(missing_message(missing, places, checkpoint, what))
-    if extra:
-        log.warning("%d tensors of the checkpoint are not used by %s: %s", len(extra), what, some(extra))
     return {name: places[plain] for plain, name in found.items()}
 
 
@@ -184,7 +185,10 @@ def fill(
 ) -> dict[str, Any]:
     """Return finished parameters by name: cast, fused, on the device, and packed where `ops.linear` takes them."""
     places = match(wanted, checkpoint, what)
-    total = sum(place.parameter.size for place in places.values()) or 1
+    extra = [name for name in checkpoint.shapes if name not in places and not UNUSED.search(canonical(name))]
+    if extra:
+        log.warning("%d tensors of the checkpoint are not used by %s: %s", len(extra), what, some(extra))
+    total = sum(place.size for place in places.values())
     waiting: dict[str, tuple[Tensor, int]] = {}  # parameters under way, and the rows they still lack
     finished: dict[str, Any] = {}
     done = 0
@@ -205,7 +209,7 @@ def fill(
             del waiting[parameter.name]
             weight = backend.memory.upload(host)
             finished[parameter.name] = backend.ops.pack(DenseWeight(weight)) if parameter.packed else weight
-        done += parameter.size * place.rows // parameter.shape[0]
+        done += place.size
         if progress is not None:
             progress("weights", done / total)
     lacking = [p.name for p in wanted if p.name not in finished and not p.optional]

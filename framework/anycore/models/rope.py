@@ -22,9 +22,10 @@ GROUPS = ("full_attention", "sliding_attention")
 
 def read_rope(config: dict[str, Any], theta: float, group: str = "full_attention") -> RopeSpec:
     """Read the rotary embedding of the layers of one group; `theta` is the base when the file has none."""
-    written = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    written = config.get("rope_parameters") or {}
     if any(name in written for name in GROUPS):
         written = written.get(group) or {}
+    written = written | (config.get("rope_scaling") or {})
     base = float(written.get("rope_theta") or config.get("rope_theta") or theta)
     return spec(written, base, config)
 

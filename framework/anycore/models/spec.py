@@ -130,8 +130,6 @@ class ModelSpec:
 
     def kv(self, block_size: int, dtype: str) -> KVSpec:
         """The paged KV cache this model needs."""
-        from anycore.contract.sizes import KVSpec
-
         return KVSpec(self.layers, self.kv_heads, self.head_dim, block_size, dtype)
 
     def need(self, task: Task, weights: str, block_size: int | None = None, chip: str | None = None) -> Need:
