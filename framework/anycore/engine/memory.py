@@ -17,6 +17,9 @@ MAX_NUM_BATCHED_TOKENS = 2048
 MARGIN = 64 * 2**20
 """Kept free for what no formula counts: allocator rounding, small tensors, the runtime's own."""
 
+FREE_SHARE = 0.9
+"""Part of the free memory that a default share may take where less is free than the share."""
+
 SAMPLED_ROWS = 64
 """Rows that `contract.sampling` filters at a time; its [rows, V] temporaries are counted for so many."""
 
@@ -41,6 +44,7 @@ class Wish:
     block_size: int
     utilization: float
     paged: bool  # False: no KV cache, requests are never split
+    utilization_asked: bool = False  # by the user; a default gives way to what is free
     own_length: int | None = None  # what the model's files limit it to, below its positions
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -177,16 +181,21 @@ def _seqs(wish: Wish, rows: int) -> int:
 
 
 def _budget(wish: Wish, room: Room) -> int:
-    """This process's share. What others hold is not taken off it, so the order of starting does not matter."""
+    """This process's share. What others hold is not taken off it, so the order of starting does not matter.
+
+    A share that nobody asked for gives way to what is free.
+    """
     budget = int(room.total * wish.utilization)
-    if wish.kv_cache_memory is None and room.free is not None and budget > room.free:
-        raise DoesNotFit(
-            f"--memory-utilization {wish.utilization:g} of {size(room.total)} is {size(budget)}, "
-            f"but only {size(room.free)} of {room.device} memory are free: "
-            f"lower it to at most {room.free / room.total:.2f}, free memory, or set --kv-cache-memory",
-            param="memory_utilization",
-        )
-    return budget
+    if wish.kv_cache_memory is not None or room.free is None or budget <= room.free:
+        return budget
+    if not wish.utilization_asked:
+        return int(room.free * FREE_SHARE)
+    raise DoesNotFit(
+        f"--memory-utilization {wish.utilization:g} of {size(room.total)} is {size(budget)}, "
+        f"but only {size(room.free)} of {room.device} memory are free: "
+        f"lower it to at most {room.free / room.total:.2f}, free memory, or set --kv-cache-memory",
+        param="memory_utilization",
+    )
 
 
 def _check_fixed(weights: int, working: tuple[int, int], budget: int, room: Room) -> None:

@@ -1,0 +1,130 @@
+"""The memory plan: cases M01 and M02, and that what it says is what is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from anycore.contract.declare import Task
+from anycore.engine.memory import MARGIN, Room, Wish, plan, size
+from anycore.errors import ConfigError, DoesNotFit
+from anycore.models.spec import ModelSpec
+from engines import engine
+
+GIB = 2**30
+
+QWEN = ModelSpec(
+    architecture="Qwen3ForCausalLM",
+    family="decoder",
+    attention="causal",
+    tasks=(Task.GENERATE,),
+    hidden_size=2048,
+    intermediate_size=6144,
+    layers=28,
+    heads=16,
+    kv_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_positions=40960,
+    norm_eps=1e-6,
+    activation="silu",
+    qk_norm=True,
+    tied=True,
+    head="lm",
+)
+WISH = Wish(dtype="bfloat16", block_size=128, utilization=0.9, paged=True)
+
+
+def test_m01_length_against_kv_memory() -> None:
+    """2 * 28 * 8 * 128 * 2 = 114,688 bytes a token; 40,960 tokens are 4.375 GiB; 4 GiB hold 37,376 in whole blocks."""
+    wish = replace(WISH, kv_cache_memory=4 * GIB)
+    fitted = plan(QWEN, wish, Room("cpu", 64 * GIB, 64 * GIB))
+    assert fitted.kv_token_bytes == 114_688
+    assert fitted.limits.max_model_len == 37_376
+    with pytest.raises(DoesNotFit) as caught:
+        plan(QWEN, replace(wish, max_model_len=40_960), Room("cpu", 64 * GIB, 64 * GIB))
+    for figure in ("4.375 GiB", "4 GiB", "37376"):
+        assert figure in caught.value.message
+    assert caught.value.param == "max_model_len"
+
+
+def test_m01_a_small_model(t_lm: Path) -> None:
+    """T-LM keeps 4,096 bytes a token: 64 MiB hold 16,384. The plan is what the engine then has."""
+    made = engine(t_lm, kv_cache_memory=64 * 2**20)
+    assert made.pool is not None
+    assert made.pool.size * made.limits.block_size == 16_384
+    assert made.limits.max_model_len == 512
+
+
+def test_m01_refused_before_weights_are_touched(t_lm: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in t_lm.iterdir():
+        (broken / file.name).write_bytes(b"" if file.suffix == ".safetensors" else file.read_bytes())
+    with pytest.raises(DoesNotFit, match="feasible maximum is --max-model-len 256"):
+        engine(broken, kv_cache_memory=256 * 4096, max_model_len=512)
+
+
+@pytest.mark.parametrize(("share", "fits"), [(0.20, True), (0.40, False)])
+def test_m02_the_share_is_this_process_own(share: float, fits: bool) -> None:
+    """100 GiB, 75 held by another process: 0.20 starts, 0.40 is refused with total, free and requested."""
+    room = Room("fake", 100 * GIB, 25 * GIB)
+    wish = replace(WISH, utilization=share, utilization_asked=True)
+    if fits:
+        made = plan(QWEN, wish, room)
+        assert made.used <= 20 * GIB
+        assert made.kv <= 20 * GIB - made.weights
+        assert made.limits.blocks == plan(QWEN, wish, Room("fake", 100 * GIB, 100 * GIB)).limits.blocks
+    else:
+        with pytest.raises(DoesNotFit) as caught:
+            plan(QWEN, wish, room)
+        for figure in ("40 GiB", "25 GiB", "100 GiB", "fake"):
+            assert figure in caught.value.message
+
+
+def test_m02_a_default_share_gives_way_to_what_is_free() -> None:
+    made = plan(QWEN, WISH, Room("cpu", 100 * GIB, 25 * GIB))
+    assert made.used <= 25 * GIB
+    assert made.budget < 25 * GIB
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5])
+def test_m02_a_share_is_above_0_and_at_most_1(t_lm: Path, share: float) -> None:
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
+        engine(t_lm, memory_utilization=share)
+
+
+def test_m02_the_pool_never_exceeds_what_can_be_used() -> None:
+    made = plan(QWEN, replace(WISH, max_num_seqs=2, max_model_len=1024), Room("fake", 100 * GIB, 100 * GIB))
+    assert made.limits.blocks == 2 * 1024 // 128 + 1
+
+
+def test_what_cannot_hold_the_weights_is_refused_with_the_terms() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        plan(QWEN, WISH, Room("fake", 2 * GIB, 2 * GIB))
+    assert "weights" in caught.value.message
+    assert size(QWEN.weight_bytes("bfloat16")) in caught.value.message
+
+
+def test_terms_add_up() -> None:
+    made = plan(QWEN, WISH, Room("fake", 24 * GIB, 24 * GIB))
+    assert made.used == made.weights + made.activations + made.logits + made.kv + MARGIN
+    assert made.used <= made.budget
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_seqs"),
+        ({"max_model_len": 50_000}, "max_model_len"),
+    ],
+)
+def test_contradicting_settings_are_refused(settings: dict[str, int], param: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(QWEN, replace(WISH, **settings), Room("fake", 100 * GIB))  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
+def test_sizes_in_words() -> None:
+    assert [size(n) for n in (12, 2048, 4 * GIB, 4 * GIB + 384 * 2**20)] == ["12 B", "2 KiB", "4 GiB", "4.375 GiB"]
