@@ -99,11 +99,16 @@ class ScriptedEngine:
         return self.counts
 
 
-def launch(boot: wire.Boot, progress: child.Progress) -> tuple[wire.Planned, child.Build]:
-    """Plan as the script says."""
-    kinds = {field.name: type(field.default) for field in fields(Script)}
-    words = dict(word.split("=", 1) for word in sys.argv[2:])
-    script = Script(**{name: kinds[name](value) for name, value in words.items()})
+def scripted(folder: str, *words: str) -> child.Launch:
+    """Return what plans and builds a scripted engine; `words` are Script's fields as name=value."""
+    kinds = {field.name: type(getattr(Script, field.name)) for field in fields(Script)}
+    given = dict(word.split("=", 1) for word in words)
+    script = Script(**{name: kinds[name](value) for name, value in given.items()})
+    return lambda boot, progress: launch(folder, script, boot)
+
+
+def launch(folder: str, script: Script, boot: wire.Boot) -> tuple[wire.Planned, child.Build]:
+    """Plan and build as the script says."""
     time.sleep(script.plan)
     if script.refuse:
         raise ConfigError(script.refuse, param="model")
@@ -129,8 +134,8 @@ def launch(boot: wire.Boot, progress: child.Progress) -> tuple[wire.Planned, chi
             raise RuntimeError(script.fail_load)
         return ScriptedEngine(script), card
 
-    return wire.Planned(card, boot.config.model, sys.argv[1]), build
+    return wire.Planned(card, boot.config.model, folder), build
 
 
 if __name__ == "__main__":
-    sys.exit(child.main(launch))
+    sys.exit(child.main(scripted(*sys.argv[1:])))

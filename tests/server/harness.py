@@ -41,8 +41,10 @@ class Live:
 
     url: str
     server: Server | None = None  # serve_here only
+    loop: asyncio.AbstractEventLoop | None = None  # serve_here only
     process: subprocess.Popen[str] | None = None  # serve_process only
-    output: list[str] = field(default_factory=list)  # lines of stdout and stderr so far
+    output: list[str] = field(default_factory=list)  # lines of stdout and stderr so far; serve_process only
+    outcome: list[int | BaseException] = field(default_factory=list)  # exit code or exception; serve_here only
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30, **options)
@@ -69,8 +71,10 @@ class Live:
         raise AssertionError(f"not within {seconds} s; output:\n" + "".join(self.output))
 
     def signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
+        if self.process is not None:
+            self.process.send_signal(number)
+        elif self.server is not None and self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.server.signalled, number)
 
     def exit_code(self, seconds: float = 10) -> int:
         """Wait for the end of the process."""
@@ -174,14 +178,14 @@ def serve_here(
     *models: ModelConfig,
     keys: tuple[str, ...] = (),
     launch: child.Launch = child.launch_model,
+    ready: bool = True,
     **settings: Any,
 ) -> Iterator[Live]:
     """Serve models from threads of this process; `settings` are ServerConfig's."""
     listener = listen("127.0.0.1", 0)
-    live = Live(url_of(listener))
-    directory = Path(tempfile.mkdtemp(prefix="anycore-"))
-    outcome: list[BaseException | int] = []
     loop = asyncio.new_event_loop()
+    live = Live(url_of(listener), loop=loop)
+    directory = Path(tempfile.mkdtemp(prefix="anycore-"))
 
     async def run() -> int:
         config = ServerConfig(port=0, **settings)
@@ -190,35 +194,24 @@ def serve_here(
 
     def main() -> None:
         try:
-            outcome.append(loop.run_until_complete(run()))
+            live.outcome.append(loop.run_until_complete(run()))
         except BaseException as error:
-            outcome.append(error)
+            live.outcome.append(error)
         finally:
             loop.close()
 
     thread = threading.Thread(target=main, daemon=True)
     thread.start()
     try:
-        end = time.monotonic() + START_SECONDS
-        while not _is_ready(live):
-            if outcome:
-                raise AssertionError(f"the server ended: {outcome[0]!r}") from (
-                    outcome[0] if isinstance(outcome[0], BaseException) else None
-                )
-            assert time.monotonic() < end, "the server is not ready in time"
-            time.sleep(0.02)
+        live.wait(
+            lambda: bool(live.outcome) or live.get("/ready" if ready else "/health").status_code == 200, START_SECONDS
+        )
+        if live.outcome:
+            raise AssertionError(f"the server ended: {live.outcome[0]!r}")
         yield live
     finally:
-        if live.server is not None and thread.is_alive():
-            loop.call_soon_threadsafe(live.server.signalled, 15)
-            loop.call_soon_threadsafe(live.server.signalled, 15)
+        for _ in range(2):
+            live.signal(signal.SIGTERM)
         thread.join(10)
         listener.close()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _is_ready(live: Live) -> bool:
-    try:
-        return live.get("/ready").status_code == 200
-    except httpx.TransportError:
-        return False

@@ -7,13 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from anycore.cli.main import start_log
+from tokenizers import Tokenizer as Backend
+
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import AnycoreError
 from anycore.server.bridge import EngineClient
 from anycore.server.run import serve
+from anycore.text import tokenizer
 
 FAKE = Path(__file__).with_name("fake_child.py")
+
+
+def read_tokenizer(folder: Path) -> tokenizer.Tokenizer:
+    """Read tokenizer.json and nothing else: starts in a fraction of the time that the general way takes."""
+    return tokenizer.Tokenizer(Backend.from_file(str(folder / "tokenizer.json")), special_tokens={})
 
 
 def main() -> int:
@@ -36,7 +43,7 @@ def main() -> int:
         ModelConfig(model=folder, served_model_name=(name,), task=task) for name, task in zip(names, tasks, strict=True)
     ]
     command = (sys.executable, str(FAKE), folder, *script)
-    start_log(settings.get("log_level"))
+    tokenizer.from_folder = read_tokenizer
     try:
         return serve(ServerConfig(**settings), models, client=partial(EngineClient, command=command))
     except AnycoreError as error:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,8 @@ async def collect(client: EngineClient, new: NewRequest) -> list[int]:
         return [i async for delta in stream for i in delta.token_ids]
 
 
-def run(test: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 20))  # type: ignore[arg-type]
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 20))
 
 
 async def idle(client: EngineClient) -> None:
@@ -82,7 +82,8 @@ def test_streams_run_together_and_are_recorded(tmp_path: Path) -> None:
         async with engine(tmp_path) as client:
             answers = await asyncio.gather(*(collect(client, request(f"r{i}")) for i in range(4)))
             assert answers == [[100, 101, 102, 103, 104]] * 4
-            assert client.phase is Phase.READY and client.live == 0
+            assert client.phase is Phase.READY
+            assert client.live == 0
             records = client.observer.records  # type: ignore[attr-defined]
             assert sorted(r.id for r in records) == ["r0", "r1", "r2", "r3"]
             assert {(r.output_tokens, r.prompt_tokens, r.finish) for r in records} == {(5, 2, "length")}

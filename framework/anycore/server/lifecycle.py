@@ -12,6 +12,7 @@ from anycore import plugins
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import Unavailable
 from anycore.server.app import create_app
+from anycore.server.aside import aside
 from anycore.server.auth import Guard
 from anycore.server.bridge import EngineClient
 from anycore.server.http import HttpServer
@@ -96,14 +97,14 @@ class Server:
         Raises:
             AnycoreError: one cannot; no weights are read.
         """
-        found = self.state.plugins = await asyncio.to_thread(plugins.load)
         await asyncio.gather(*(client.start() for client in self.clients))
+        found = self.state.plugins = await aside(plugins.load)
         planned = await asyncio.gather(*(client.planned for client in self.clients))
         for client in self.clients:
             client.load()
         template = self.config.allow_request_template
         for model, plan in zip(self.served, planned, strict=True):
-            await asyncio.to_thread(model.read, plan, found.architectures(), template)
+            await aside(model.read, plan, found.architectures(), template)
         await asyncio.gather(*(client.ready for client in self.clients))
         log.info("ready: %s", ", ".join(name for model in self.served for name in model.names))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-import msgspec
 from fastapi import APIRouter, Depends
 
-from anycore.contract.declare import BackendSpec
+from anycore.capabilities import capabilities as describe
 from anycore.errors import ModelNotFound, Unavailable
 from anycore.server.state import MAX_NAME, ServedModel, ServerState, state_of
 
@@ -38,24 +37,10 @@ async def capabilities(state: State) -> dict[str, Any]:
     plugins = state.plugins
     if plugins is None:
         raise Unavailable("the plugins are still being loaded", code="model_starting")
-    backends = await asyncio.gather(*(asyncio.to_thread(_backend, spec) for spec in plugins.backends))
-    return {"object": "list", "data": backends, "failures": [msgspec.to_builtins(f) for f in plugins.failures]}
+    return await asyncio.to_thread(describe, plugins)
 
 
 def _entry(state: ServerState, model: ServedModel, name: str) -> dict[str, Any]:
     """Return the model's card under one of its names."""
     base = {"object": "model", "created": state.started, "owned_by": "anycore"}
     return {**base, **model.card, "id": name, "root": model.names[0], "phase": model.client.phase.value}
-
-
-def _backend(spec: BackendSpec) -> dict[str, Any]:
-    probe = spec.probe()
-    return {
-        "name": spec.name,
-        "distribution": spec.distribution,
-        "contract": list(spec.api),
-        "priority": spec.priority,
-        "available": probe.available,
-        "probe": msgspec.to_builtins(probe),
-        "support": msgspec.to_builtins(spec.support),
-    }

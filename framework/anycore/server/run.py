@@ -8,16 +8,19 @@ within two seconds, and the server ends with a non-zero code `lifecycle.DEAD_SEC
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import ConfigError
-from anycore.server import logs
+from anycore.server import aside, logs
 from anycore.server.auth import Guard, read_keys
 from anycore.server.bridge import EngineClient
 from anycore.server.port import listen, url_of
@@ -46,7 +49,17 @@ def serve(
     logs.configure(config.log_level, keys)
     listener = listen(config.host, config.port)
     with listener:
-        return asyncio.run(_serve(config, models, Guard(keys), listener, progress, client))
+        code = asyncio.run(_serve(config, models, Guard(keys), listener, progress, client))
+    leave_if_busy(code)
+    return code
+
+
+def leave_if_busy(code: int) -> None:
+    """End the process here if a thread is still in the middle of an import, for which Python's own exit would wait."""
+    if aside.busy():
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def check_names(models: Sequence[ModelConfig]) -> None:

@@ -50,15 +50,13 @@ class ServedModel:
 
         source = Source(plan.source, Path(plan.folder), Path(plan.gguf) if plan.gguf else None)
         spec = read_spec(source, architectures)
-        template = Path(self.config.chat_template).read_text("utf-8") if self.config.chat_template else None
         self.sampling_defaults = sampling_defaults(
             source.read_json("generation_config.json"),
             self.config.override_generation_config,
             self.config.generation_config,
         )
-        self.loaded_renderer = Renderer(
-            source, spec, plan.card["max_model_len"], chat_template=template, allow_request_template=request_templates
-        )
+        longest = plan.card["max_model_len"]
+        self.loaded_renderer = Renderer(source, spec, longest, self.config.chat_template, request_templates)
         self.source, self.loaded_spec = source, spec
 
     @property
