@@ -9,7 +9,8 @@ import pytest
 from installed import install
 
 from anycore import plugins
-from anycore.engine.request import RequestRecord, Task
+from anycore.contract.declare import Task
+from anycore.engine.request import RequestRecord
 from anycore.errors import ConfigError, PluginError
 
 BACKEND = """
