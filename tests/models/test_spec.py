@@ -393,6 +393,15 @@ def test_longest_sequence(scaling: dict[str, Any] | None, longest: int, tmp_path
     assert spec_of(written(tmp_path, LLAMA, rope_scaling=scaling)).max_positions == longest
 
 
+def test_rope_scaling_added_by_hand_keeps_the_base(tmp_path: Path) -> None:
+    """Model cards tell users to add rope_scaling; a config of transformers 5 has its base in rope_parameters."""
+    written(tmp_path, LLAMA, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    edit(tmp_path, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64})
+    rope = spec_of(tmp_path).rope
+    assert rope is not None
+    assert (rope.theta, rope.kind, dict(rope.parameters)["factor"]) == (1e6, "yarn", 4.0)
+
+
 def test_m01_bytes_of_the_cache(tmp_path: Path) -> None:
     changes = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     kv = spec_of(written(tmp_path, LLAMA, **changes)).kv(128, "bfloat16")

@@ -77,7 +77,7 @@ class Attention:
     def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """[T, H] → [T, H]. `angles` are cos and sin [T, D/2]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k, v = heads.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), dim=1)
         if self.norms is not None:
             q, k = self.norms[0](q)[0], self.norms[1](k)[0]
         if angles is not None:

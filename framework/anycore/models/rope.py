@@ -25,7 +25,8 @@ def read_rope(config: dict[str, Any], theta: float, group: str = "full_attention
     written = config.get("rope_parameters") or {}
     if any(name in written for name in GROUPS):
         written = written.get(group) or {}
-    written = written | (config.get("rope_scaling") or {})
+    if config.get("rope_scaling"):  # it wins where a newer config was given one by hand, which then has no base
+        written = {"rope_theta": written.get("rope_theta")} | config["rope_scaling"]
     base = float(written.get("rope_theta") or config.get("rope_theta") or theta)
     return spec(written, base, config)
 
