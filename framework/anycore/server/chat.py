@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from fastapi.responses import Response
 
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest, Unsupported
-from anycore.server.door import State, admit, deadline_of
+from anycore.server.door import State, admit, deadline_of, reply_id
 from anycore.server.generation import Chunk, Generation, Prompt, settings_of
 from anycore.server.logprobs import LogprobFormat
 from anycore.server.prompts import chat_options, cut_options
@@ -61,7 +60,7 @@ async def chat_completions(request: Request, body: ChatBody, state: State) -> Re
         asked=asked is not None,
         interval=body.stream_interval,
     )
-    reply = ChatReply(body, model, generation)
+    reply = ChatReply(body, model, generation, reply_id(request, body.request_id))
     if body.stream:
         return EventStream(reply.events(await first_of(request, generation.chunks())))
     return json_response(reply.whole(await unless_gone(request.receive, generation.whole())))
@@ -72,18 +71,20 @@ def _check(body: ChatBody) -> None:
     check_body(body)
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    if body.tools and body.tool_choice != "none":
+        raise Unsupported("tools are not supported by this server; tool_choice: none leaves them aside", param="tools")
     if body.tool_choice not in (None, "none", "auto"):
-        raise Unsupported("tool_choice is not supported by this server", param="tool_choice")
+        raise Unsupported("tool_choice needs tools, which are not supported by this server", param="tool_choice")
 
 
 class ChatReply:
     """The parts of one answer that stay the same, and the two forms it leaves in."""
 
-    def __init__(self, body: ChatBody, model: ServedModel, generation: Generation) -> None:
+    def __init__(self, body: ChatBody, model: ServedModel, generation: Generation, name: str) -> None:
         self._body = body
         self._generation = generation
         self._format = LogprobFormat(model.renderer.tokenizer, as_ids=body.return_tokens_as_token_ids)
-        self._id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+        self._id = f"chatcmpl-{name}"
         self._created = int(time.time())
         self._model = body.model or model.names[0]
         last = body.messages[-1]

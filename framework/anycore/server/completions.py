@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request
@@ -11,7 +10,7 @@ from fastapi.responses import Response
 
 from anycore.contract.declare import Task
 from anycore.errors import Unsupported
-from anycore.server.door import State, admit, deadline_of, offload
+from anycore.server.door import State, admit, deadline_of, offload, reply_id
 from anycore.server.generation import Chunk, Generation, Prompt, settings_of
 from anycore.server.logprobs import LogprobFormat, joined
 from anycore.server.prompts import cut_options
@@ -46,7 +45,7 @@ async def completions(request: Request, body: CompletionBody, state: State) -> R
     prompts = await offload(size, _render, body, model)
     settings = settings_of("text", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline_of(request))
     generation = Generation(model, prompts, sampling, settings, asked=asked is not None, interval=body.stream_interval)
-    reply = CompletionReply(body, model, generation)
+    reply = CompletionReply(body, model, generation, reply_id(request, body.request_id))
     if body.stream:
         return EventStream(reply.events(await first_of(request, generation.chunks())))
     return json_response(reply.whole(await unless_gone(request.receive, generation.whole())))
@@ -83,7 +82,7 @@ def _render(body: CompletionBody, model: ServedModel) -> list[Prompt]:
 class CompletionReply:
     """The parts of one answer that stay the same, and the two forms it leaves in."""
 
-    def __init__(self, body: CompletionBody, model: ServedModel, generation: Generation) -> None:
+    def __init__(self, body: CompletionBody, model: ServedModel, generation: Generation, name: str) -> None:
         self._body = body
         self._generation = generation
         self._format = LogprobFormat(
@@ -91,7 +90,7 @@ class CompletionReply:
             as_ids=body.return_tokens_as_token_ids,
             skip_special_tokens=body.skip_special_tokens,
         )
-        self._id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+        self._id = f"cmpl-{name}"
         self._created = int(time.time())
         self._model = body.model or model.names[0]
 

@@ -78,3 +78,8 @@ def deadline_of(request: Request) -> float | None:
     if not 0 < seconds < math.inf:
         raise BadRequest(f"header {TIMEOUT_HEADER} must be seconds above 0, not {value[:40]!r}", param=TIMEOUT_HEADER)
     return seconds
+
+
+def reply_id(request: Request, wanted: str | None) -> str:
+    """Return what identifies an answer: the body's request_id, else the id of the HTTP request (x-request-id)."""
+    return wanted or str(request.state.request_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import time
-import uuid
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -12,7 +11,7 @@ from fastapi.responses import Response
 from anycore.contract.declare import Task
 from anycore.engine.request import PoolingParams
 from anycore.errors import BadRequest
-from anycore.server.door import State, admit, deadline_of, offload
+from anycore.server.door import State, admit, deadline_of, offload, reply_id
 from anycore.server.pooled import pooled, usage_of, vector_of
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import Embedding, EmbeddingBody, Embeddings
@@ -38,7 +37,7 @@ async def embeddings(request: Request, body: EmbeddingBody, state: State) -> Res
         written = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
         data.append({"object": "embedding", "index": i, "embedding": written})
     reply: Embeddings = {
-        "id": f"embd-{body.request_id or uuid.uuid4().hex}",
+        "id": f"embd-{reply_id(request, body.request_id)}",
         "object": "list",
         "created": int(time.time()),
         "model": body.model or model.names[0],

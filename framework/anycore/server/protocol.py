@@ -7,9 +7,9 @@ that is sent is written out where it is made. Both feed the OpenAPI document.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue, WithJsonSchema
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
@@ -118,15 +118,6 @@ def check_text(value: Any, path: str = "", depth: int = 0) -> None:
         for i, item in enumerate(value):
             if isinstance(item, (str, dict, list)):  # long lists of token ids pass quickly
                 check_text(item, f"{path}[{i}]", depth + 1)
-
-
-def strings(name: str) -> Any:
-    """Annotation for a field that is one string or a list of them."""
-    listed = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-    schema = WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], "title": name}
-    )
-    return Annotated[list[str], listed, schema]
 
 
 def inputs(value: Any, name: str, *, allow_empty_text: bool = False) -> list[str | list[int]]:

@@ -24,13 +24,12 @@ from anycore.server.protocol import (
     Usage,
     input_schema,
     inputs,
-    strings,
 )
 from anycore.server.protocol_messages import Messages
 
 MAX_SEED = 2**63
 MAX_BAD_WORDS = 256
-MAX_TEXT = 2**16  # characters of a stop string or a bad word
+MAX_TEXT = 4096  # characters of a stop string or a bad word
 
 HARMLESS = """
 user name metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention session_id
@@ -109,6 +108,13 @@ class StreamOptions(Body):
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT}
+Stop = Annotated[
+    list[Text],
+    Field(max_length=MAX_STOP),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": MAX_STOP}]}),
+]
 
 
 class GenerateBody(Body):
@@ -127,7 +133,7 @@ class GenerateBody(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
-    stop: strings("stop") = Field([], max_length=MAX_STOP)  # type: ignore[valid-type]
+    stop: Stop = Field([])
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -168,7 +174,8 @@ class ChatBody(GenerateBody):
     chat_template_kwargs: dict[str, Any] = Field({})
     documents: list[dict[str, Any]] | None = Field(None, max_length=MAX_INPUTS)
     reasoning_effort: str | None = Field(None, description="handed to the chat template")
-    tool_choice: Any = None
+    tools: list[dict[str, Any]] | None = Field(None, description="refused unless tool_choice is none")
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class CompletionBody(GenerateBody):

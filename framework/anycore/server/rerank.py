@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import uuid
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from anycore.contract.declare import Task
-from anycore.server.door import State, admit, deadline_of
+from anycore.server.door import State, admit, deadline_of, reply_id
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import Rerank, RerankBody, RerankResult
 from anycore.server.rank import scores_of
@@ -29,7 +27,7 @@ async def rerank(request: Request, body: RerankBody, state: State) -> Response:
     scores, used = await unless_gone(request.receive, work)
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     reply: Rerank = {
-        "id": f"rerank-{body.request_id or uuid.uuid4().hex}",
+        "id": f"rerank-{reply_id(request, body.request_id)}",
         "model": body.model or model.names[0],
         "results": [_result(i, scores[i], body) for i in order[: body.top_n]],
         "usage": used,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import uuid
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest
-from anycore.server.door import State, admit, deadline_of
+from anycore.server.door import State, admit, deadline_of, reply_id
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import ScoreBody, Scores
 from anycore.server.rank import scores_of
@@ -36,7 +35,7 @@ async def score(request: Request, body: ScoreBody, state: State) -> Response:
     work = scores_of(model, queries, documents, pairs, names, body, deadline_of(request))
     scores, used = await unless_gone(request.receive, work)
     reply: Scores = {
-        "id": f"score-{body.request_id or uuid.uuid4().hex}",
+        "id": f"score-{reply_id(request, body.request_id)}",
         "object": "list",
         "created": int(time.time()),
         "model": body.model or model.names[0],

@@ -1,0 +1,58 @@
+"""Two servers for all tests of the API in a session: tiny models of every kind, and engines that say what they read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny
+from server.echo_engine import launch_echo
+from server.harness import Live, serve_here
+
+from anycore.config import ModelConfig
+
+
+def served(folder: Path, name: str, **settings: object) -> ModelConfig:
+    given = {"dtype": "float32", "kv_cache_memory": 8 << 20, **settings}
+    return ModelConfig(model=str(folder), served_model_name=(name,), **given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def api(
+    t_lm: Path,
+    t_bert: Path,
+    t_xlmr: Path,
+    t_qemb: Path,
+    t_ce: Path,
+    t_ce_xlmr: Path,
+    t_qrr: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[httpx.Client]:
+    """A client of a server that holds one model of each kind, by the names below."""
+    with_defaults = tiny.tiny_lm(tmp_path_factory.mktemp("defaults"))
+    (with_defaults / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_k": 1}))
+    models = (
+        served(t_lm, "lm"),
+        served(with_defaults, "lm-file"),
+        served(with_defaults, "lm-none", generation_config="none"),
+        served(with_defaults, "lm-flag", override_generation_config='{"top_k": 0, "temperature": 0, "max_tokens": 3}'),
+        served(t_bert, "bert"),
+        served(t_xlmr, "xlmr"),
+        served(t_qemb, "qemb"),
+        served(t_ce, "ce"),
+        served(t_ce_xlmr, "ce-xlmr"),
+        served(t_qrr, "qrr"),
+        served(t_bert, "cosine", task="rerank"),
+    )
+    with serve_here(*models) as live, live.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def echo(t_lm: Path, t_bert: Path) -> Iterator[Live]:
+    """A server whose engines say their prompt: `say` generates, `vector` embeds."""
+    with serve_here(served(t_lm, "say"), served(t_bert, "vector"), launch=launch_echo) as live:
+        yield live
