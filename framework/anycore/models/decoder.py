@@ -8,7 +8,8 @@ from torch import Tensor
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
 from anycore.contract.weights import DenseWeight
-from anycore.models.layers import Attention, Dense, Linear, RMSNorm, Rotary, Weights, project
+from anycore.models.layers import Attention, Dense, Linear, RMSNorm, Weights, project
+from anycore.models.rotary import Rotary
 from anycore.models.spec import ModelSpec
 
 Angles = tuple[Tensor, Tensor]
