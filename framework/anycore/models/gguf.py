@@ -62,7 +62,7 @@ class GgufFile:
         self._values: dict[str, tuple[int, int]] = {}  # key -> type, offset
         try:
             self._read_header()
-        except struct.error as error:
+        except (struct.error, OverflowError) as error:
             raise WeightsError(f"{path} is cut inside its header: it has only {len(self.data)} bytes") from error
         except UnicodeDecodeError as error:
             raise WeightsError(f"{path}: its header is damaged: a name is not UTF-8 text") from error
@@ -144,7 +144,7 @@ class GgufFile:
         if expected > len(self.data):
             state = f"its header describes {expected} bytes, the file has {len(self.data)}"
             raise WeightsError(f"{self.path} is cut: {state}: fetch it again")
-        if self.get("split.count", 1) > 1:
+        if self.get("split.count", 1) not in (0, 1):
             raise WeightsError(f"{self.path} is one of {self.get('split.count')} pieces: merge them first")
 
     def _bytes(self, name: str, shape: tuple[int, ...], kind: int) -> int:

@@ -6,7 +6,6 @@ The file holds words, merges or scores and a few flags; how text is cut before m
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,11 +131,15 @@ def _sentencepiece(file: GgufFile, words: list[str], types: list[int], special: 
 
 def _wordpiece(file: GgufFile, words: list[str], types: list[int], special: dict[str, str]) -> Tokenizer:
     """BERT's word pieces. The file marks the pieces that begin a word; BERT marks those that do not."""
-    for i, word in enumerate(words):
-        if types[i] == NORMAL and not re.fullmatch(r"\[\w+\]", word):
-            words[i] = word[1:] if word.startswith("▁") else f"##{word}"
-    cased = any(word.lstrip("#").isalpha() and word.lower() != word for word in words)
-    tokenizer = Tokenizer(models.WordPiece(_ids(file, words), unk_token=special.get("unk", "[UNK]")))
+
+    def piece(word: str) -> str:
+        if word.startswith("[") and word.endswith("]"):
+            return word
+        return word[1:] if word.startswith("▁") else f"##{word}"
+
+    pieces = [piece(word) for word in words]
+    cased = any(p.lstrip("#").isalpha() and p.lower() != p for p in pieces)
+    tokenizer = Tokenizer(models.WordPiece(_ids(file, pieces), unk_token=special.get("unk", "[UNK]")))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
