@@ -189,7 +189,7 @@ class Renderer:
         if self._profile is not None:
             return self._ask(self._profile, query, document, instruction, apply_template, cutter)
         refuse_instruction(instruction)
-        encoding = self._encode(query, param, pair=document)
+        encoding = self._encode(query, param, document)
         return self._fit(encoding, query + document, cutter, span_of(encoding, 1))
 
     def query(
@@ -242,16 +242,16 @@ class Renderer:
         else:
             refuse_instruction(instruction)
             head, text = query, query + document
-        encoding = self._encode(text, cutter.param, add_special_tokens=False)
+        encoding = self._encode(text, cutter.param, add_special_tokens=False, offsets=True)
         ends = len(text) - len(profile.suffix) if text.endswith(profile.suffix) else len(text)
         return self._fit(encoding, text, cutter, span_between(encoding, len(head), ends))
 
     def _one(self, text: str, cutter: Cutter) -> Rendered:
         return self._fit(self._encode(text, cutter.param), text, cutter)
 
-    def _encode(self, text: str, param: str, *, pair: str | None = None, add_special_tokens: bool = True) -> Encoding:
+    def _encode(self, text: str, param: str, pair: str | None = None, **options: bool) -> Encoding:
         try:
-            return self.tokenizer.encoding(text, pair, add_special_tokens)
+            return self.tokenizer.encoding(text, pair, **options)
         except BadRequest as error:
             raise BadRequest(f"{param}: {error.message}", param=param) from None
 

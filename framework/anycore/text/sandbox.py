@@ -19,12 +19,13 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_SECONDS = 2.0
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = 512 << 20
 OUTPUT_CHARACTERS = 32 << 20
 CONTINUE_TAG = "<<continue-final-message>> "
 """Put behind the message to continue, to find where it ends. Templates that strip content strip the last space."""
@@ -38,6 +39,13 @@ class Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, except that an unsafe attribute is an error at once; by itself it is printed as nothing."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+        raise SecurityError(f"{attribute!r} of {type(obj).__name__} is not for templates")
 
 
 def raise_exception(message: str) -> None:
@@ -62,9 +70,7 @@ def tojson(
 @lru_cache(maxsize=16)
 def compiled(text: str) -> jinja2.Template:
     """Compile a template with the settings and helpers that transformers gives to chat templates."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     return environment.from_string(text)

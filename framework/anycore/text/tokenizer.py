@@ -79,8 +79,10 @@ class Tokenizer:
         encoding = self.encoding(first, second)
         return list(encoding.ids), list(encoding.type_ids) if self.token_types else None
 
-    def encoding(self, text: str, pair: str | None = None, add_special_tokens: bool = True) -> Encoding:
-        """Return the full encoding: ids, type_ids, offsets, sequence_ids.
+    def encoding(
+        self, text: str, pair: str | None = None, add_special_tokens: bool = True, offsets: bool = False
+    ) -> Encoding:
+        """Return ids, type_ids and sequence_ids; also, at the price of some time, offsets in the text.
 
         Raises:
             BadRequest: the text is not valid Unicode.
@@ -88,7 +90,10 @@ class Tokenizer:
         check_unicode(text)
         if pair is not None:
             check_unicode(pair)
-        return self.backend.encode(text, pair, add_special_tokens=add_special_tokens)
+        if offsets:
+            return self.backend.encode(text, pair, add_special_tokens=add_special_tokens)
+        item = text if pair is None else (text, pair)
+        return self.backend.encode_batch_fast([item], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are nothing."""

@@ -1,0 +1,339 @@
+"""Every kind of input against the tokens Hugging Face makes of it, and every length against its limit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from transformers import AutoTokenizer
+
+from anycore.errors import BadRequest, ConfigError, ContextLengthExceeded, Unsupported
+from anycore.models.source import Source
+from anycore.models.spec import ModelSpec, PoolingSpec, ScoreSpec, read_spec
+from anycore.text.render import Renderer
+from anycore.text.rerank_profiles import PROFILES, profile_of
+
+QWEN3 = PROFILES[0]
+USER = [{"role": "user", "content": "Hi there"}]
+
+
+def renderer(folder: Path, length: int = 512, spec: dict[str, Any] | None = None, **options: Any) -> Renderer:
+    source = Source(str(folder), folder)
+    return Renderer(source, replace(read_spec(source), **(spec or {})), length, **options)
+
+
+@pytest.fixture(scope="module")
+def lm(t_lm: Path) -> Renderer:
+    return renderer(t_lm)
+
+
+@pytest.fixture(scope="module")
+def qrr(t_qrr: Path) -> Renderer:
+    return renderer(t_qrr)
+
+
+# --- prompts and chats --------------------------------------------------------------------------------------------
+
+
+def test_a13_completions_equal_hugging_face(lm: Renderer, t_lm: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(t_lm)
+    for text in ("Hello, world", "<|begin|>Hello", "🫠 щ"):
+        assert lm.text(text).token_ids == theirs(text)["input_ids"]
+        plain = theirs(text, add_special_tokens=False)["input_ids"]
+        assert lm.text(text, add_special_tokens=False).token_ids == plain
+
+
+def test_a13_a_doubled_bos_warns_once(t_lm: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fresh = renderer(t_lm)
+    with caplog.at_level(logging.WARNING, "anycore"):
+        fresh.text("plain")
+        fresh.text("<|begin|>Hello", add_special_tokens=False)
+        fresh.chat(USER)
+        assert not caplog.records
+        fresh.text("<|begin|>Hello")
+        fresh.text("<|begin|>Hello again")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "two BOS" in caplog.text
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a13_chats_equal_hugging_face(begins: bool, tmp_path: Path) -> None:
+    template = tiny.CHAT_TEMPLATE if begins else tiny.CHAT_TEMPLATE.replace("{{ bos_token }}", "")
+    folder = tiny.tiny_lm(tmp_path, layers=1, chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = renderer(folder)
+    for chat in (USER, [*USER, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "<|begin|>"}]):
+        for prompt in (True, False):
+            expected = theirs.apply_chat_template(chat, add_generation_prompt=prompt, return_dict=False)
+            assert ours.chat(chat, add_generation_prompt=prompt).token_ids == expected
+    ids = ours.chat(USER).token_ids
+    assert ids.count(ours.tokenizer.bos_id) == begins
+    assert ours.chat(USER, add_special_tokens=True).token_ids == [ours.tokenizer.bos_id, *ids]
+
+
+def test_a08_forms_of_content_give_equal_tokens(lm: Renderer) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi there"}]}]
+    assert lm.chat(parts) == lm.chat(USER)
+    with pytest.raises(BadRequest) as caught:
+        lm.chat([{"role": "user", "content": None}])
+    assert caught.value.param == "messages[0].content"
+
+
+def test_continuing_the_last_message(lm: Renderer) -> None:
+    chat = [*USER, {"role": "assistant", "content": "Well, "}]
+    assert lm.chat(chat, continue_final_message=True).text.endswith("assistant\nWell, ")
+    with pytest.raises(BadRequest, match="set one"):
+        lm.chat(chat, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_o04_templates_of_requests(t_lm: Path, lm: Renderer) -> None:
+    with pytest.raises(BadRequest, match="templates are programs") as caught:
+        lm.chat(USER, chat_template="x")
+    assert caught.value.param == "chat_template"
+    with pytest.raises(BadRequest, match=r"chat_template_kwargs\.chat_template"):
+        lm.chat(USER, chat_template_kwargs={"chat_template": "x"})
+    assert lm.chat(USER, chat_template_kwargs={"enable_thinking": False}) == lm.chat(USER)
+    open_to_them = renderer(t_lm, allow_request_template=True)
+    assert open_to_them.chat(USER, chat_template="{{ messages[0].content }}!").text == "Hi there!"
+    with pytest.raises(BadRequest, match=r"chat_template_kwargs\.chat_template"):
+        open_to_them.chat(USER, chat_template_kwargs={"chat_template": "x"})
+
+
+def test_the_template_file_of_the_flag(t_lm: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("<{{ messages[0].content }}>")
+    assert renderer(t_lm, chat_template=str(file)).chat(USER).text == "<Hi there>"
+    file.write_text("{% for %}")
+    with pytest.raises(ConfigError, match=r"mine\.jinja.*line 1"):
+        renderer(t_lm, chat_template=str(file))
+    with pytest.raises(ConfigError, match=r"--chat-template must name a file.*absent\.jinja"):
+        renderer(t_lm, chat_template=str(tmp_path / "absent.jinja"))
+
+
+def test_without_a_template_the_error_says_what_to_do(t_qemb: Path) -> None:
+    with pytest.raises(BadRequest, match=r"no chat template: use /v1/completions, or .*--chat-template"):
+        renderer(t_qemb).chat(USER)
+
+
+def test_ids_are_used_as_they_are(lm: Renderer) -> None:
+    assert lm.text([5, 6, 7]).token_ids == [5, 6, 7]
+    assert lm.embedding([1, 1, 5]).token_ids == [1, 1, 5]
+    for bad in ([10**9], [-1], [5, 448], [True], ["5"], [1.0], []):
+        with pytest.raises(BadRequest, match=r"input\[1\]") as caught:
+            lm.embedding(bad, param="input[1]")  # type: ignore[arg-type]
+        assert caught.value.param == "input[1]"
+
+
+def test_a_prompt_without_tokens_is_refused(t_qrr: Path, qrr: Renderer) -> None:
+    assert AutoTokenizer.from_pretrained(t_qrr)("")["input_ids"] == []
+    with pytest.raises(BadRequest, match="prompt gives no tokens"):
+        qrr.text("")
+
+
+def test_prompts_leave_room_for_the_output(t_lm: Path) -> None:
+    short = renderer(t_lm, 10)
+    ids = list(range(10, 20))
+    assert short.text(ids, room=0).token_ids == ids
+    assert short.text(ids).token_ids == ids
+    with pytest.raises(
+        ContextLengthExceeded, match=r"has 10 tokens, the model takes at most 7, 10 with the output's 3"
+    ):
+        short.text(ids, room=3)
+    cut = short.text(ids, room=3, truncate=True)
+    assert (cut.token_ids, cut.truncated) == (ids[3:], True)
+    assert short.text(ids, room=3, truncate=4, side="right").token_ids == ids[:4]
+    text = "the quick brown fox jumps over the lazy dog"
+    whole = short.text(text).token_ids
+    assert short.text(text, truncate=5).token_ids == [whole[0], *whole[-4:]]
+    for bad in (0, 11, -2):
+        with pytest.raises(BadRequest, match="between 1 and the model's length of 10") as caught:
+            short.text(ids, truncate=bad)
+        assert caught.value.param == "truncate_prompt_tokens"
+
+
+def test_lone_surrogates_name_the_field(lm: Renderer) -> None:
+    with pytest.raises(BadRequest, match=r"input\[3\]: .*surrogate") as caught:
+        lm.embedding("\ud800", param="input[3]")
+    assert caught.value.param == "input[3]"
+    with pytest.raises(BadRequest, match="surrogate"):
+        lm.chat([{"role": "user", "content": "\ud800"}])
+
+
+# --- embeddings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [65, 10_000, 250_000])
+def test_e11_too_long_is_refused_with_both_numbers(t_xlmr: Path, length: int) -> None:
+    ours, theirs = renderer(t_xlmr, 64), AutoTokenizer.from_pretrained(t_xlmr)
+    text = "the dog " * (length // 2)
+    count = len(theirs(text)["input_ids"])
+    assert count > 64
+    with pytest.raises(ContextLengthExceeded, match=rf"input has {count} tokens, the model takes at most 64:"):
+        ours.embedding(text)
+    for side in ("right", "left")[: 1 if length > 10_000 else 2]:
+        cut = ours.embedding(text, truncate=True, side=side)
+        theirs.truncation_side = side
+        assert cut.token_ids == theirs(text, truncation=True, max_length=64)["input_ids"]
+        assert cut.truncated
+
+
+def test_e11_what_fits_is_left_alone(t_xlmr: Path) -> None:
+    ours = renderer(t_xlmr, 64)
+    text = ("the dog " * 31).strip()
+    exact = ours.embedding(text)
+    assert len(exact.token_ids) == 64
+    assert ours.embedding(text, truncate=True) == exact
+    assert not exact.truncated
+    assert len(ours.embedding(text, truncate=10).token_ids) == 10
+    with pytest.raises(ContextLengthExceeded, match="2 of them must stay"):
+        ours.embedding(text, truncate=2)
+
+
+def test_e10_forms_of_input(t_bert: Path) -> None:
+    ours = renderer(t_bert)
+    with pytest.raises(BadRequest, match=r"input\[1\] must not be an empty string"):
+        ours.embedding("", param="input[1]")
+    assert ours.embedding(" ").token_ids == [2, 3]
+    assert ours.embedding("the dog").token_types == [0, 0, 0, 0]
+
+
+def test_e02_the_tokenizer_appends_eos(t_qemb: Path) -> None:
+    ours = renderer(t_qemb, 16)
+    for text in ("yes", "the quick brown fox jumps over the lazy dog and more and more"):
+        assert ours.embedding(text, truncate=True).token_ids[-1] == ours.tokenizer.eos_id
+
+
+def test_prompts_by_name(t_qemb: Path, tmp_path: Path) -> None:
+    ours = renderer(t_qemb)
+    query = dict(ours.spec.pooling.prompts)["query"] if ours.spec.pooling else ""
+    assert query
+    assert ours.embedding("dog", "query").token_ids == ours.tokenizer.encode(query + "dog")
+    assert ours.embedding("dog").token_ids == ours.tokenizer.encode("dog")
+    with pytest.raises(BadRequest, match="no prompt 'other'; it has: document, query") as caught:
+        ours.embedding("dog", "other")
+    assert caught.value.param == "prompt_name"
+    with pytest.raises(BadRequest, match="not before token ids"):
+        ours.embedding([5], "query")
+    by_default = renderer(t_qemb, spec={"pooling": PoolingSpec("last", prompts=(("p", "P: "),), default_prompt="p")})
+    assert by_default.embedding("dog").text == "P: dog"
+
+
+# --- pairs ----------------------------------------------------------------------------------------------------------
+
+QUERY = "what is the capital?"
+LONG = "paris is the capital of france, and london is the capital of england. " * 6
+
+
+@pytest.mark.parametrize("kind", ["t_ce", "t_ce_xlmr"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_e06_pairs(kind: str, side: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(kind)
+    ours, theirs = renderer(folder, 64), AutoTokenizer.from_pretrained(folder)
+    theirs.truncation_side = side
+    for document in ("paris", "no dog. no france?", LONG):
+        expected = theirs(QUERY, document, truncation="only_second", max_length=64)
+        rendered = ours.pair(QUERY, document, truncate=True, side=side)
+        assert rendered.token_ids == expected["input_ids"]
+        assert rendered.token_types == expected.get("token_type_ids")
+        assert rendered.truncated == (document == LONG)
+    expected = theirs(QUERY, LONG, truncation="only_second", max_length=20)
+    rendered = ours.pair(QUERY, LONG, truncate=20, side=side)
+    assert (rendered.token_ids, rendered.token_types) == (expected["input_ids"], expected.get("token_type_ids"))
+
+
+@pytest.mark.parametrize("kind", ["t_ce", "t_ce_xlmr"])
+def test_e11_pairs_cut_the_document_never_the_query(kind: str, request: pytest.FixtureRequest) -> None:
+    ours = renderer(request.getfixturevalue(kind), 64)
+    with pytest.raises(
+        ContextLengthExceeded, match=r"documents\[2\] has \d+ tokens, the model takes at most 64"
+    ) as caught:
+        ours.pair(QUERY, LONG, param="documents[2]")
+    assert caught.value.param == "documents[2]"
+    with pytest.raises(
+        ContextLengthExceeded, match=r"must stay \(special tokens, query, template\): nothing would be left"
+    ):
+        ours.pair(LONG, "dog", truncate=True)
+    with pytest.raises(BadRequest, match="takes no instruction") as refused:
+        ours.pair(QUERY, "dog", "Find dogs")
+    assert refused.value.param == "instruction"
+
+
+def test_e12_an_empty_document_is_a_pair(t_ce: Path) -> None:
+    assert renderer(t_ce, 64).pair("dog", "").token_ids[-2:] == [3, 3]
+
+
+def model_card(theirs: Any, query: str, document: str, instruction: str, length: int) -> list[int]:
+    """The tokens as the model card of Qwen3-Reranker makes them: prefix, cut middle and suffix, joined as ids."""
+    prefix = QWEN3.head.split("<Instruct>")[0]
+    middle = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    ids = [theirs(text, add_special_tokens=False)["input_ids"] for text in (prefix, middle, QWEN3.suffix)]
+    return [*ids[0], *ids[1][: length - len(ids[0]) - len(ids[2])], *ids[2]]
+
+
+@pytest.mark.parametrize("document", ["Paris is the capital of France.", "", " spaced ", "🫠\n", LONG * 5])
+@pytest.mark.parametrize("instruction", [None, "Find the capital"])
+def test_e03_the_prompt_is_the_model_cards(qrr: Renderer, t_qrr: Path, document: str, instruction: str | None) -> None:
+    theirs = AutoTokenizer.from_pretrained(t_qrr)
+    expected = model_card(theirs, "capital?", document, instruction or QWEN3.instruction, 512)
+    rendered = qrr.pair("capital?", document, instruction, truncate=True)
+    assert rendered.token_ids == expected
+    assert rendered.truncated == (document == LONG * 5)
+    if not rendered.truncated:
+        roles = [{"role": "query", "content": "capital?"}, {"role": "document", "content": document}]
+        system = [{"role": "system", "content": instruction}] if instruction else []
+        assert rendered.token_ids == theirs.apply_chat_template([*system, *roles], return_dict=False)
+
+
+def test_e03_text_that_is_already_templated(qrr: Renderer) -> None:
+    head = QWEN3.head.format(instruction=QWEN3.instruction, query="capital?")
+    for document in ("Paris", LONG * 5):
+        for side in ("right", "left"):
+            templated = qrr.pair(head, document + QWEN3.suffix, truncate=True, side=side, apply_template=False)
+            assert templated == qrr.pair("capital?", document, truncate=True, side=side)
+            assert len(templated.token_ids) <= 512
+            text = qrr.tokenizer.decode(templated.token_ids, skip_special_tokens=False)
+            assert text.startswith(head.rstrip())
+            assert text.endswith(QWEN3.suffix)
+
+
+def test_e03_braces_in_query_and_instruction_are_text(qrr: Renderer) -> None:
+    assert "<Query>: {document} {0}\n" in qrr.pair("{document} {0}", "{query}").text
+
+
+def test_e03_profiles() -> None:
+    spec = read_spec_of("Qwen3ForCausalLM", ScoreSpec("yes_no"))
+    assert profile_of(spec, []) is QWEN3
+    assert profile_of(replace(spec, score=ScoreSpec("cosine")), []) is None
+    classifier = replace(spec, architecture="Qwen3ForSequenceClassification", score=ScoreSpec("classifier"))
+    assert profile_of(classifier, []) is None
+    assert profile_of(classifier, [tiny.RERANK_TEMPLATE]) is QWEN3
+    with pytest.raises(Unsupported, match=r"LlamaForCausalLM answers yes or no.*qwen3-reranker"):
+        profile_of(replace(spec, architecture="LlamaForCausalLM"), [])
+
+
+def read_spec_of(architecture: str, score: ScoreSpec) -> ModelSpec:
+    return ModelSpec(
+        architecture=architecture, family="decoder", attention="causal", tasks=(), hidden_size=1, intermediate_size=1,
+        layers=1, heads=1, kv_heads=1, head_dim=1, vocab_size=1, max_positions=1, norm_eps=1e-6, activation="silu",
+        score=score,
+    )  # fmt: skip
+
+
+def test_bi_encoders_render_query_and_document_apart(t_qemb: Path, t_bert: Path) -> None:
+    ours = renderer(t_qemb, 64)
+    assert ours.spec.pooling is not None
+    prompt = dict(ours.spec.pooling.prompts)["query"]
+    assert ours.query("dog").text == prompt + "dog"
+    assert ours.query("dog", "Find dogs").text == "Instruct: Find dogs\nQuery:dog"
+    assert ours.document("dog").text == "dog"
+    assert ours.document(LONG, truncate=True).truncated
+    with pytest.raises(ContextLengthExceeded, match=r"query has .* at most 64"):
+        ours.query(LONG)
+    plain = renderer(t_bert)
+    assert plain.query("dog").text == "dog"
+    with pytest.raises(BadRequest, match="takes no instruction"):
+        plain.query("dog", "Find dogs")
