@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from anycore import plugins
 from anycore.config import ModelConfig
 from anycore.contract.declare import Task

@@ -56,29 +56,65 @@ class ModelConfig:
     backend: str = setting("auto", "backend to run on; auto takes the best one that supports the model")
     device: int = setting(0, "index of the backend's device")
     dtype: str = setting("auto", "weight and activation type", choices=("auto", *DTYPES))
-    max_model_len: int | None = setting(None, "longest sequence in tokens, prompt and output (default: the model's, or what memory allows)", unit="tokens")
+    max_model_len: int | None = setting(
+        None,
+        "longest sequence in tokens, prompt and output (default: the model's, or what memory allows)",
+        unit="tokens",
+    )
     max_num_seqs: int | None = setting(None, "sequences that run at once (default: 256, fewer if memory is short)")
-    max_num_batched_tokens: int | None = setting(None, "token budget of one step (default: 2048, at least the longest input where prompts cannot be split)", unit="tokens")
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "token budget of one step (default: 2048, at least the longest input where prompts cannot be split)",
+        unit="tokens",
+    )
     block_size: int | None = setting(None, "tokens per KV block (default: the backend's)")
-    memory_utilization: float | None = setting(None, "share of the device's memory for this process, above 0, at most 1 (default: the backend's)", flags=("--gpu-memory-utilization", "--device-memory-utilization"))
-    kv_cache_memory: int | None = setting(None, "bytes for the KV cache, such as 512MiB or 4GiB; overrides the share", flags=("--kv-cache-memory-bytes",), unit="bytes")
+    memory_utilization: float | None = setting(
+        None,
+        "share of the device's memory for this process, above 0, at most 1 (default: the backend's)",
+        flags=("--gpu-memory-utilization", "--device-memory-utilization"),
+    )
+    kv_cache_memory: int | None = setting(
+        None,
+        "bytes for the KV cache, such as 512MiB or 4GiB; overrides the share",
+        flags=("--kv-cache-memory-bytes",),
+        unit="bytes",
+    )
     enable_prefix_caching: bool = setting(True, "share blocks of equal prefixes between requests")
     scheduling_policy: str = setting("fcfs", "order of waiting requests", choices=("fcfs", "priority", "short-first"))
-    max_queued: int = setting(1024, "sequences that may wait; more are refused with 429", flags=("--max-num-queued-reqs",))
+    max_queued: int = setting(
+        1024, "sequences that may wait; more are refused with 429", flags=("--max-num-queued-reqs",)
+    )
     request_timeout: float | None = setting(None, "seconds from arrival until a request is given up (default: none)")
     seed: int = setting(0, "seed for requests without one is drawn from this and a counter when not 0")
     chat_template: str | None = setting(None, "file with a Jinja chat template to use instead of the model's")
-    generation_config: str = setting("auto", "auto: defaults from the model's generation_config.json; none: OpenAI's", choices=("auto", "none", "vllm"))
-    override_generation_config: str | None = setting(None, "JSON object of sampling defaults that beat the model's file")
-    pooling: str | None = setting(None, "pooling of an embedder, against its files", choices=("cls", "mean", "max", "last"))
+    generation_config: str = setting(
+        "auto",
+        "auto: defaults from the model's generation_config.json; none: OpenAI's",
+        choices=("auto", "none", "vllm"),
+    )
+    override_generation_config: str | None = setting(
+        None, "JSON object of sampling defaults that beat the model's file"
+    )
+    pooling: str | None = setting(
+        None, "pooling of an embedder, against its files", choices=("cls", "mean", "max", "last")
+    )
     trust_remote_code: bool = setting(False, "always refused: anycore runs no code from checkpoints")
     revision: str | None = setting(None, "branch, tag or commit of a hub id")
     allow_cpu_fallback: bool = setting(False, "use the CPU when the asked-for backend cannot be opened")
-    threads: int | None = setting(None, "threads the backend's host code may use (default: the cores this process may use)")
+    threads: int | None = setting(
+        None, "threads the backend's host code may use (default: the cores this process may use)"
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory", "threads"):
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "kv_cache_memory",
+            "threads",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be at least 1, not {value}", param=name)
@@ -111,7 +147,11 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0 takes a free one and prints it")
-    api_key: tuple[str, ...] = setting((), "keys that requests must carry (better: ANYCORE_API_KEY or --api-key-file, which do not show in ps)", secret=True)
+    api_key: tuple[str, ...] = setting(
+        (),
+        "keys that requests must carry (better: ANYCORE_API_KEY or --api-key-file, which do not show in ps)",
+        secret=True,
+    )
     api_key_file: str | None = setting(None, "file with one key a line")
     max_body_size: int = setting(32 * 2**20, "largest request body in bytes", unit="bytes")
     shutdown_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
@@ -125,9 +165,13 @@ class ServerConfig:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}", param="port")
         if self.max_body_size < 1024:
-            raise ConfigError(f"--max-body-size must be at least 1024 bytes, not {self.max_body_size}", param="max_body_size")
+            raise ConfigError(
+                f"--max-body-size must be at least 1024 bytes, not {self.max_body_size}", param="max_body_size"
+            )
         if self.shutdown_timeout < 0:
-            raise ConfigError(f"--shutdown-timeout must be 0 or more, not {self.shutdown_timeout}", param="shutdown_timeout")
+            raise ConfigError(
+                f"--shutdown-timeout must be 0 or more, not {self.shutdown_timeout}", param="shutdown_timeout"
+            )
 
 
 def flag(name: str) -> str:

@@ -80,7 +80,9 @@ class Overloaded(AnycoreError):
     type = "rate_limit_error"
     code = "queue_full"
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 1) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after: int = 1
+    ) -> None:
         super().__init__(message, param=param, code=code)
         self.retry_after = retry_after
 

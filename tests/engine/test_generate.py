@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from anycore.errors import BadRequest, ContextLengthExceeded, Overloaded
 from engines import Output, engine, finish, request, run
+
+from anycore.errors import BadRequest, ContextLengthExceeded, Overloaded
 
 VOCAB = 400
 

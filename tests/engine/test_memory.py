@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engines import engine
+
 from anycore.contract.declare import Task
 from anycore.engine.memory import MARGIN, Room, Wish, plan, size
 from anycore.errors import ConfigError, DoesNotFit
 from anycore.models.spec import ModelSpec
-from engines import engine
 
 GIB = 2**30
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from engines import engine, run
+
 from anycore.engine.pooling import finish_scores, finish_vector
 from anycore.engine.request import PoolingParams
 from anycore.errors import AnycoreError, BadRequest, ConfigError, NonFiniteOutput
 from anycore.models.source import locate
 from anycore.models.spec import ScoreSpec, read_spec
-from engines import engine, run
 
 
 def texts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[list[int]]:
@@ -122,7 +123,9 @@ def test_scores_survive_chunks_and_cache(t_qrr: Path) -> None:
 
 def test_e03_two_class_softmax() -> None:
     spec = type("Spec", (), {"score": ScoreSpec("yes_no", yes_no_ids=(0, 1))})()
-    assert finish_scores(np.array([1.5, 3.5], dtype=np.float32), spec, PoolingParams()) == [pytest.approx(0.880797, abs=1e-6)]
+    assert finish_scores(np.array([1.5, 3.5], dtype=np.float32), spec, PoolingParams()) == [
+        pytest.approx(0.880797, abs=1e-6)
+    ]
 
 
 def test_e03_equal_yes_and_no_rows_fail_at_start(tmp_path: Path) -> None:

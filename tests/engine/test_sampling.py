@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from sequences import sequence
+
 from anycore.contract.batch import Penalties, Sampling
 from anycore.contract.sampling import filtered, penalised, sample
 from anycore.engine.request import SamplingParams
 from anycore.engine.sampler import Sampler, uniform
 from anycore.errors import BadRequest
-from sequences import sequence
 
 LOGITS = [2.0, 1.0, 0.0, -1.0]
 PROBS = [0.643914, 0.236883, 0.087144, 0.032059]
@@ -52,7 +53,12 @@ def test_s04_the_order_is_temperature_then_top_k_then_top_p_then_min_p_as_in_tra
     for _ in range(20):
         logits = torch.randn(3, 50) * 3
         expected = logits
-        for warper in (TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)):
+        for warper in (
+            TemperatureLogitsWarper(0.7),
+            TopKLogitsWarper(20),
+            TopPLogitsWarper(0.8),
+            MinPLogitsWarper(0.1),
+        ):
             expected = warper(None, expected)
         ours = filtered(logits / 0.7, torch.full((3,), 20), torch.full((3,), 0.8), torch.full((3,), 0.1))
         assert torch.equal(ours > 0, torch.isfinite(expected))
@@ -88,7 +94,7 @@ def test_s04_minus_one_and_zero_switch_top_k_off() -> None:
         ("stop", ("a", "b", "c", "d", "e")),
         ("stop", ("",)),
         ("logit_bias", {5: 1000}),
-        ("logit_bias", {i: 1 for i in range(301)}),
+        ("logit_bias", dict.fromkeys(range(301), 1)),
     ],
 )
 def test_o02_values_out_of_range_name_their_field(field: str, value: object) -> None:
@@ -196,7 +202,11 @@ def test_s05_counts_grow_with_what_was_sampled() -> None:
 
 def test_s06_bias_forbids_and_forces_and_stays_in_its_row() -> None:
     sampler = Sampler(4, torch.device("cpu"))
-    rows = [row(logit_bias={0: -100.0}, temperature=0.0), row(logit_bias={3: 100.0}, temperature=0.0), row(temperature=0.0)]
+    rows = [
+        row(logit_bias={0: -100.0}, temperature=0.0),
+        row(logit_bias={3: 100.0}, temperature=0.0),
+        row(temperature=0.0),
+    ]
     ids = sample(torch.tensor([LOGITS] * 3), sampler.prepare(rows)).ids
     assert ids.tolist() == [1, 3, 0]
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sequences import limits, sequence
 
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool
 from anycore.engine.request import NewRequest, PoolingParams, Request, Status
 from anycore.engine.scheduler import Scheduler, Step
-from sequences import limits, sequence
 
 
 def next_token(tokens: list[int]) -> int:

@@ -24,7 +24,14 @@ from anycore.engine.request import (
 from anycore.engine.runner import Launched, Result, Runner
 from anycore.engine.sampler import MASK, _mix
 from anycore.engine.scheduler import Scheduler
-from anycore.errors import AnycoreError, BadRequest, ContextLengthExceeded, DeadlineExceeded, NonFiniteOutput, Overloaded
+from anycore.errors import (
+    AnycoreError,
+    BadRequest,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    NonFiniteOutput,
+    Overloaded,
+)
 
 Clock = Callable[[], float]
 
@@ -72,20 +79,22 @@ class Engine:
             BadRequest: it does not fit this engine; nothing was admitted.
         """
         self._check(new)
-        sampling = new.sampling or SamplingParams()
-        count = sampling.n if new.task is Task.GENERATE else 1
-        waiting = len(self.scheduler.waiting)
-        if waiting + count > self._max_queued + max(0, self.limits.max_num_seqs - len(self.scheduler.running)):
+        if not self.has_room(new):
             raise Overloaded(
-                f"the queue is full: {waiting} sequences wait and {self._max_queued} may; retry later "
-                "or raise --max-queued",
+                f"the queue is full: {len(self.scheduler.waiting)} sequences wait and {self._max_queued} may; "
+                "retry later or raise --max-queued",
             )
         now = self._clock()
-        sequences = [self._sequence(new, index, now) for index in range(count)]
+        sequences = [self._sequence(new, index, now) for index in range(_sequences(new))]
         for sequence in sequences:
             sequence.leader = sequences[0] if sequence.index and self.pool else None
             self.scheduler.add(sequence, now)
         self._requests[new.id] = sequences
+
+    def has_room(self, new: NewRequest) -> bool:
+        """Whether the queue takes this request now: those that can start at once do not count."""
+        seats = max(0, self.limits.max_num_seqs - len(self.scheduler.running))
+        return len(self.scheduler.waiting) + _sequences(new) <= self._max_queued + seats
 
     def abort(self, request_id: str) -> None:
         """End a request and free all it holds. Unknown ids are fine: it may have ended by itself."""
@@ -291,3 +300,7 @@ class Engine:
             waited = now - request.timing.arrived
             where = "in the queue" if not request.timing.started else "while running"
             self._early += self._fail(request, DeadlineExceeded(f"given up after {waited:.1f} s {where}"))
+
+
+def _sequences(new: NewRequest) -> int:
+    return new.sampling.n if new.sampling is not None else 1

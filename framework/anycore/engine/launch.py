@@ -71,16 +71,16 @@ class Prepared:
         }
 
 
-def prepare(config: ModelConfig, plugins: Plugins, *, strict: bool = False, progress: Progress | None = None) -> Prepared:
+def prepare(
+    config: ModelConfig, plugins: Plugins, *, strict: bool = False, progress: Progress | None = None
+) -> Prepared:
     """Find out whether and how a model can be served, from its small files.
 
     Raises:
         SourceError, ConfigError, Unsupported, PluginError, DoesNotFit: each says what to change.
     """
     source = locate(config.model, revision=config.revision, progress=progress)
-    spec = read_spec(source, plugins.architectures())
-    if config.pooling is not None:
-        spec = _with_pooling(spec, config.pooling)
+    spec = read_spec(source, plugins.architectures(), config.pooling)
     task = _task(config, spec)
     possible = spec.tasks
     spec = spec.for_task(task)
@@ -124,7 +124,7 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     kv_spec = spec.kv(wish.block_size, wish.dtype) if wish.paged else None
     final = plan(spec, wish, room, backend.memory.block_bytes(kv_spec) if kv_spec else None)
     for decision in settle(config, spec, prepared.task, prepared.choice.spec, wish, final):
-        log.info("%s", decision)
+        log.log(logging.WARNING if decision.guessed else logging.INFO, "%s", decision)
 
     tell("load", 0.0)
     model = load(prepared.source, spec, backend, wish.dtype, progress)
@@ -152,12 +152,6 @@ def _task(config: ModelConfig, spec: ModelSpec) -> Task:
         names = ", ".join(t.value for t in spec.tasks)
         raise TaskNotSupported(f"{spec.architecture} cannot {task.value}: this checkpoint can {names}", param="task")
     return task
-
-
-def _with_pooling(spec: ModelSpec, kind: str) -> ModelSpec:
-    if spec.pooling is None:
-        raise ConfigError("--pooling is for models that embed", param="pooling")
-    return replace(spec, pooling=replace(spec.pooling, kind=kind, source="flag"))
 
 
 def _choose(config: ModelConfig, spec: ModelSpec, task: Task, plugins: Plugins) -> Choice:

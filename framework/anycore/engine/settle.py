@@ -13,19 +13,25 @@ from anycore.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One effective setting. `adjusted` marks what differs from what the user or the model would have got."""
+    """One effective setting.
+
+    `adjusted` marks what differs from what the user or the model would have got, `guessed` what nobody said.
+    """
 
     name: str
     value: str | int | float | bool
     by: str  # "flag", "model", "backend", "plan" or "default"
     why: str = ""
     adjusted: bool = False
+    guessed: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} = {self.value} ({self.by}{': ' + self.why if self.why else ''})"
 
 
-def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, backend: BackendSpec, support: Support, dtype: str) -> Wish:
+def wish_of(
+    config: ModelConfig, spec: ModelSpec, task: Task, backend: BackendSpec, support: Support, dtype: str
+) -> Wish:
     """What the memory plan has to decide, from the user's settings and the backend's defaults."""
     block_size = config.block_size or (support.block_sizes[0] if support.block_sizes else 16)
     return Wish(
@@ -79,9 +85,9 @@ def settle(
         why = "this model is computed in one piece: no KV cache, no chunks, no prefix hits"
         decisions.append(Decision("enable_prefix_caching", False, "model", why))
     if spec.pooling is not None and task is not Task.GENERATE:
-        unsaid = spec.pooling.source == "default"
-        why = "no pooling file: --pooling says otherwise" if unsaid else ""
-        decisions.append(Decision("pooling", spec.pooling.kind, spec.pooling.source, why))
+        guessed = spec.pooling.source == "default"
+        why = "the model has no pooling file; set --pooling if this is not how it was trained" if guessed else ""
+        decisions.append(Decision("pooling", spec.pooling.kind, spec.pooling.source, why, guessed=guessed))
     return decisions
 
 
@@ -103,5 +109,3 @@ def _dtype(config: ModelConfig, spec: ModelSpec, dtype: str) -> Decision:
 
 def _limit(config: ModelConfig, name: str, value: int) -> Decision:
     return Decision(name, value, "default" if getattr(config, name) is None else "flag")
-
-

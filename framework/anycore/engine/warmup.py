@@ -46,5 +46,3 @@ def _request(task: Task, name: str, tokens: list[int]) -> NewRequest:
         sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         return NewRequest(id=name, task=task, token_ids=tokens, sampling=sampling)
     return NewRequest(id=name, task=task, token_ids=tokens, pooling=PoolingParams())
-
-

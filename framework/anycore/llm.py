@@ -1,0 +1,288 @@
+"""`LLM`: a model in this process, for scripts and notebooks. The same engine that the server runs, without HTTP."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from anycore import plugins
+from anycore.config import ModelConfig
+from anycore.contract.declare import Task
+from anycore.engine.defaults import sampling_defaults
+from anycore.engine.launch import build, prepare
+from anycore.engine.request import Delta, FinishReason, NewRequest, PoolingParams, SamplingParams, TokenLogprob
+from anycore.errors import AnycoreError, BadRequest, TaskNotSupported
+from anycore.models.source import Progress
+from anycore.text.detokenizer import Detokenizer
+from anycore.text.render import Rendered, Renderer
+
+Prompt = str | list[int]
+Message = dict[str, Any]
+Vector = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class GenerateOutput:
+    """One generated sequence. With `n` above 1, `others` holds the further ones."""
+
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached_tokens: int = 0
+    others: list[GenerateOutput] = field(default_factory=list)
+
+
+class LLM:
+    """A model opened for one task.
+
+    Args:
+        model: folder, GGUF file, hub id, modelscope:ID or pkg:NAME.
+        task: "auto", "generate", "embed" or "rerank".
+        progress: called with (phase, fraction) while loading and over batches of work.
+        settings: fields of `ModelConfig`.
+
+    Raises:
+        AnycoreError: the model cannot be served; the message says what to change.
+    """
+
+    def __init__(self, model: str, *, task: str = "auto", progress: Progress | None = None, **settings: Any) -> None:
+        unknown = set(settings) - set(ModelConfig.__slots__)
+        if unknown:
+            raise TypeError(f"LLM has no settings {', '.join(sorted(unknown))}; see anycore.config.ModelConfig")
+        config = ModelConfig(model=model, task=task, **settings)
+        prepared = prepare(config, plugins.load(), progress=progress)
+        self.task = prepared.task
+        self.spec = prepared.spec
+        self.engine = build(prepared, progress)
+        longest = self.engine.limits.max_model_len
+        self.renderer = Renderer(prepared.source, prepared.spec, longest, config.chat_template)
+        file = prepared.source.read_json("generation_config.json")
+        self._defaults = sampling_defaults(file, config.override_generation_config, config.generation_config)
+        self._names = itertools.count()
+        self._progress = progress
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, for its `encode` and `decode`."""
+        return self.renderer.tokenizer
+
+    # --- generate -----------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[GenerateOutput]:
+        """Complete prompts (texts or token ids), all together; one output each, in order."""
+        self._need(Task.GENERATE)
+        items = _listed(prompts)
+        return self._complete([self.renderer.text(item) for item in items], self._sampling(params, len(items)))
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[GenerateOutput]:
+        """Answer one conversation or several; `options` are `Renderer.chat`'s."""
+        self._need(Task.GENERATE)
+        several = [messages] if messages and isinstance(messages[0], dict) else messages
+        rendered = [self.renderer.chat(one, **options) for one in several]  # type: ignore[arg-type]
+        return self._complete(rendered, self._sampling(params, len(rendered)))
+
+    def stream_chat(
+        self, messages: list[Message], params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[str]:
+        """Answer one conversation piece by piece. Leaving the iterator early ends the request."""
+        self._need(Task.GENERATE)
+        rendered = self.renderer.chat(messages, **options)
+        sampling = self._sampling(params, 1)[0]
+        request = self._request(rendered, sampling=sampling)
+        self.engine.add(request)
+        text = Detokenizer(self.renderer.tokenizer, sampling, rendered.token_ids)
+        try:
+            for delta in self._deltas():
+                piece = text.feed(delta.token_ids, delta.finish)
+                if piece.text:
+                    yield piece.text
+                if piece.stop is not None:
+                    return
+        finally:
+            self.engine.abort(request.id)
+
+    def _complete(self, rendered: list[Rendered], sampling: list[SamplingParams]) -> list[GenerateOutput]:
+        requests = [self._request(item, sampling=params) for item, params in zip(rendered, sampling)]
+        outputs: dict[str, list[GenerateOutput]] = {}
+        texts: dict[str, list[Detokenizer]] = {}
+        for request in requests:
+            assert request.sampling is not None
+            count = request.sampling.n
+            outputs[request.id] = [GenerateOutput(request.token_ids) for _ in range(count)]
+            texts[request.id] = [
+                Detokenizer(self.renderer.tokenizer, request.sampling, request.token_ids) for _ in range(count)
+            ]
+        for delta in self._run(requests):
+            output = outputs[delta.id][delta.index]
+            if output.finish_reason is None:
+                self._extend(output, texts[delta.id][delta.index], delta)
+                if all(o.finish_reason for o in outputs[delta.id]):
+                    self.engine.abort(delta.id)  # a stop string may have ended what the engine still runs
+        whole = [outputs[request.id] for request in requests]
+        for first, *others in whole:
+            first.others = others
+        return [sequences[0] for sequences in whole]
+
+    @staticmethod
+    def _extend(output: GenerateOutput, text: Detokenizer, delta: Delta) -> None:
+        piece = text.feed(delta.token_ids, delta.finish)
+        output.text += piece.text
+        output.token_ids += delta.token_ids[: piece.tokens]
+        output.cached_tokens = max(output.cached_tokens, delta.cached_tokens)
+        output.prompt_logprobs = delta.prompt_logprobs or output.prompt_logprobs
+        if delta.logprobs is not None:
+            output.logprobs = (output.logprobs or []) + delta.logprobs[: piece.tokens]
+        if piece.stop is not None:
+            output.finish_reason, output.stop_reason = FinishReason.STOP.value, piece.stop
+        elif delta.finish is not None:
+            output.finish_reason, output.stop_reason = delta.finish.value, delta.stop_reason
+
+    def _sampling(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        """One for each prompt. Without `params` the model's own defaults count, as in the server."""
+        if params is None:
+            params = msgspec.structs.replace(SamplingParams(), **self._defaults.values)
+        if isinstance(params, SamplingParams):
+            return [params] * count
+        if len(params) != count:
+            raise BadRequest(f"{len(params)} sampling parameters for {count} prompts", param="params")
+        return list(params)
+
+    # --- embed and rerank ---------------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: int | bool | None = None,
+    ) -> list[list[float]]:
+        """Return one vector for each text, in order."""
+        self._need(Task.EMBED)
+        rendered = [self.renderer.embedding(item, prompt_name, truncate) for item in _listed(texts)]
+        params = PoolingParams(dimensions=dimensions, normalize=normalize)
+        return [vector.tolist() for vector in self._vectors(rendered, params)]
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        top_n: int | None = None,
+        truncate: int | bool | None = None,
+        raw_scores: bool = False,
+    ) -> list[tuple[int, float]]:
+        """Return (index, score) of the documents, the most relevant first; equal scores keep their order."""
+        self._need(Task.RERANK)
+        scores = self.score(query, documents, instruction=instruction, truncate=truncate, raw_scores=raw_scores)
+        order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+        return [(i, scores[i]) for i in order[:top_n]]
+
+    def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate: int | bool | None = None,
+        raw_scores: bool = False,
+    ) -> list[float]:
+        """Return the relevance of each document to the query, in order."""
+        self._need(Task.RERANK)
+        params = PoolingParams(raw_scores=raw_scores)
+        if self.spec.score is not None and self.spec.score.kind == "cosine":
+            rendered = [self.renderer.query(query, instruction, truncate)]
+            rendered += [self.renderer.document(text, truncate) for text in documents]
+            first, *others = self._vectors(rendered, PoolingParams(normalize=True))
+            return [float(first @ other) for other in others]
+        pairs = [self.renderer.pair(query, text, instruction, truncate) for text in documents]
+        deltas = self._pooled(pairs, params)
+        return [delta.scores[0] for delta in deltas if delta.scores is not None]
+
+    def _vectors(self, rendered: list[Rendered], params: PoolingParams) -> list[Vector]:
+        deltas = self._pooled(rendered, params)
+        return [np.frombuffer(delta.vector, dtype="<f4") for delta in deltas if delta.vector is not None]
+
+    def _pooled(self, rendered: list[Rendered], params: PoolingParams) -> list[Delta]:
+        requests = [self._request(item, pooling=params) for item in rendered]
+        found = {delta.id: delta for delta in self._run(requests)}
+        return [found[request.id] for request in requests]
+
+    # --- running ------------------------------------------------------------------------------------------------
+
+    def _request(
+        self, rendered: Rendered, *, sampling: SamplingParams | None = None, pooling: PoolingParams | None = None
+    ) -> NewRequest:
+        return NewRequest(
+            id=f"llm-{next(self._names)}",
+            task=self.task,
+            token_ids=rendered.token_ids,
+            token_types=rendered.token_types,
+            sampling=sampling,
+            pooling=pooling,
+        )
+
+    def _run(self, requests: list[NewRequest]) -> Iterator[Delta]:
+        """Run requests together, admitting them as the queue allows; whatever happens, none stays behind."""
+        queue = iter(requests)
+        upcoming = next(queue, None)
+        finished = 0
+        try:
+            while upcoming is not None or self.engine.has_work():
+                while upcoming is not None and self.engine.has_room(upcoming):
+                    self.engine.add(upcoming)
+                    upcoming = next(queue, None)
+                for delta in self.engine.step():
+                    _raise_for(delta)
+                    finished += delta.finish is not None and delta.index == 0
+                    yield delta
+                if self._progress is not None:
+                    self._progress("requests", finished / len(requests))
+        finally:
+            for request in requests:
+                self.engine.abort(request.id)
+
+    def _deltas(self) -> Iterator[Delta]:
+        while self.engine.has_work():
+            for delta in self.engine.step():
+                _raise_for(delta)
+                yield delta
+
+    def _need(self, task: Task) -> None:
+        if self.task is not task:
+            raise TaskNotSupported(
+                f"this model was opened to {self.task.value}, not to {task.value}: LLM(..., task={task.value!r})"
+            )
+
+
+def _raise_for(delta: Delta) -> None:
+    if delta.finish is FinishReason.ERROR:
+        raise AnycoreError(delta.error or "the request failed", code=delta.error_code)
+
+
+def _listed(items: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. A list of ints is one prompt of token ids."""
+    if isinstance(items, str):
+        return [items]
+    if items and isinstance(items[0], int):
+        return [list(items)]  # type: ignore[arg-type]
+    return list(items)  # type: ignore[arg-type]
