@@ -15,7 +15,7 @@ from anycore.cli.flags import kind_of, parse_quantity, spellings, switch_flags
 from anycore.cli.main import main, parser_of
 from anycore.cli.settings import gather, given
 from anycore.config import ModelConfig, ServerConfig
-from anycore.errors import ConfigError
+from anycore.errors import BadRequest, ConfigError
 from anycore.models.catalog import DEMO
 
 CONFIGS = (ModelConfig, ServerConfig)
@@ -193,19 +193,32 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_sampling_flags_join_the_override_that_was_given(opened: dict[str, Any]) -> None:
     words = ["m", "hello", "--temperature", "0", "--override-generation-config", '{"top_k": 5, "temperature": 1}']
-    local.open_model(parser_of("generate").read(words), "m", "generate")
+    with local.open_model(parser_of("generate").read(words), "m", "generate"):
+        pass
     assert json.loads(opened["override_generation_config"]) == {"top_k": 5, "temperature": 0.0, "max_tokens": 256}
     assert (opened["model"], opened["task"]) == ("m", "generate")
 
 
-def test_an_override_that_is_no_object_is_refused(opened: dict[str, Any]) -> None:
-    words = ["m", "hello", "--temperature", "0", "--override-generation-config", "[1]"]
-    with pytest.raises(ConfigError, match="--override-generation-config"):
-        local.open_model(parser_of("generate").read(words), "m", "generate")
+@pytest.mark.parametrize(
+    ("words", "error", "answer"),
+    [
+        (["--temperature", "5"], BadRequest, "temperature must be between 0 and 2, not 5"),
+        (["--override-generation-config", "[1]"], ConfigError, "must be a JSON object, not \\[1\\]"),
+        (["--override-generation-config", "{"], ConfigError, "must be a JSON object, not {"),
+    ],
+)
+def test_sampling_that_is_wrong_is_refused_before_anything_is_loaded(
+    opened: dict[str, Any], words: list[str], error: type[Exception], answer: str
+) -> None:
+    opening = local.open_model(parser_of("generate").read(["m", "hello", *words]), "m", "generate")
+    with pytest.raises(error, match=answer), opening:
+        pass
+    assert not opened
 
 
 def test_a_built_in_list_gives_the_model_for_the_task(opened: dict[str, Any]) -> None:
     for config in DEMO:
-        local.open_model(parser_of("embed").read(["demo", "hello"]), "demo", config.task)
+        with local.open_model(parser_of("embed").read(["demo", "hello"]), "demo", config.task):
+            pass
         assert (opened["model"], opened["task"]) == (config.model, config.task)
         assert opened["served_model_name"] == config.served_model_name

@@ -33,18 +33,18 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    start = [{"role": "system", "content": options.system}] if options.system else []
     if options.url:
         from anycore.cli.remote import remote_reply
 
         sampling = {name: getattr(options, name) for name in (*SAMPLING, "max_tokens")}
         given = {name: value for name, value in sampling.items() if value is not None}
-        reply = remote_reply(options.url, options.model, options.api_key, given)
+        converse(remote_reply(options.url, options.model, options.api_key, given), start)
     elif options.model:
-        reply = open_model(options, options.model, "generate").stream_chat
+        with open_model(options, options.model, "generate") as llm:
+            converse(llm.stream_chat, start)
     else:
         raise ConfigError("name a MODEL, such as demo, or a server with --url", param="model")
-    start = [{"role": "system", "content": options.system}] if options.system else []
-    converse(reply, start)
     return 0
 
 

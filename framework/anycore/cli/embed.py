@@ -20,8 +20,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     texts = texts_or_stdin(options.texts, lines=True)
-    llm = open_model(options, options.model, "embed")
-    for text, vector in zip(texts, llm.embed(texts), strict=True):
+    with open_model(options, options.model, "embed") as llm:
+        vectors = llm.embed(texts)
+    for text, vector in zip(texts, vectors, strict=True):
         if options.json:
             print(json.dumps({"text": text, "embedding": vector}, ensure_ascii=False))
         else:

@@ -22,11 +22,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     prompts = texts_or_stdin(options.prompts, lines=False)
-    llm = open_model(options, options.model, "generate")
-    if options.chat:
-        outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts])
-    else:
-        outputs = llm.generate(prompts)
+    with open_model(options, options.model, "generate") as llm:
+        if options.chat:
+            outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts])
+        else:
+            outputs = llm.generate(prompts)
     for prompt, output in zip(prompts, outputs, strict=True):
         if options.json:
             line = {"prompt": prompt, "text": output.text, "finish_reason": output.finish_reason}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from anycore.cli.flags import Parser, add_flags
 from anycore.cli.progress import show_progress
 from anycore.cli.settings import expand, given
 from anycore.config import ModelConfig
+from anycore.engine.request import SamplingParams
 from anycore.errors import BadRequest, ConfigError
 
 if TYPE_CHECKING:
@@ -44,16 +47,19 @@ def add_sampling_flags(parser: Parser, max_tokens: int | None) -> None:
     group.add_argument("--max-tokens", dest="max_tokens", type=int, metavar="N", default=max_tokens, help=text)
 
 
-def open_model(options: argparse.Namespace, model: str, task: str) -> LLM:
-    """Open `model` for a task; of a built-in list, the first model for it.
+@contextmanager
+def open_model(options: argparse.Namespace, model: str, task: str) -> Iterator[LLM]:
+    """Open `model` for a task; of a built-in list, the first model for it. Shows progress as long as it is open.
 
     Raises:
         ConfigError: the list has no model for the task, or a setting is wrong.
+        BadRequest: a sampling flag is out of range.
     """
     values = {"model": model, **given(options, ModelConfig)}
     chosen = {name: vars(options).get(name) for name in (*SAMPLING, "max_tokens")}
     sampling = {name: value for name, value in chosen.items() if value is not None}
     if sampling:
+        SamplingParams(**sampling)
         values["override_generation_config"] = json.dumps(_written(values) | sampling)
     configs = expand(values)
     fitting = [config for config in configs if config.task in ("auto", task)]
@@ -64,7 +70,7 @@ def open_model(options: argparse.Namespace, model: str, task: str) -> LLM:
 
     rest = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in ("model", "task")}
     with show_progress() as progress:
-        return LLM(config.model, task=task, progress=progress, **rest)
+        yield LLM(config.model, task=task, progress=progress, **rest)
 
 
 def _written(values: dict[str, Any]) -> dict[str, Any]:

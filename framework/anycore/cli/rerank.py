@@ -21,8 +21,9 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     documents = texts_or_stdin(options.documents, lines=True)
-    llm = open_model(options, options.model, "rerank")
-    for index, score in llm.rerank(options.query, documents):
+    with open_model(options, options.model, "rerank") as llm:
+        ranking = llm.rerank(options.query, documents)
+    for index, score in ranking:
         if options.json:
             line = {"index": index, "score": score, "document": documents[index]}
             print(json.dumps(line, ensure_ascii=False))
