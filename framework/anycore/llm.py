@@ -119,7 +119,7 @@ class LLM:
             self.engine.abort(request.id)
 
     def _complete(self, rendered: list[Rendered], sampling: list[SamplingParams]) -> list[GenerateOutput]:
-        requests = [self._request(item, sampling=params) for item, params in zip(rendered, sampling)]
+        requests = [self._request(item, sampling=params) for item, params in zip(rendered, sampling, strict=True)]
         outputs: dict[str, list[GenerateOutput]] = {}
         texts: dict[str, list[Detokenizer]] = {}
         for request in requests:
@@ -216,7 +216,7 @@ class LLM:
             return [float(first @ other) for other in others]
         pairs = [self.renderer.pair(query, text, instruction, truncate) for text in documents]
         deltas = self._pooled(pairs, params)
-        return [delta.scores[0] for delta in deltas if delta.scores is not None]
+        return [delta.scores[-1] for delta in deltas if delta.scores is not None]  # of two labels, "relevant"
 
     def _vectors(self, rendered: list[Rendered], params: PoolingParams) -> list[Vector]:
         deltas = self._pooled(rendered, params)

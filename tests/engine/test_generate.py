@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from functools import lru_cache
 from pathlib import Path
@@ -48,7 +49,7 @@ def alone(t_lm: Path) -> list[list[int]]:
 
 
 def test_s02_greedy_ids_equal_hugging_face(t_lm: Path, alone: list[list[int]]) -> None:
-    for tokens, output in zip(prompts(20), alone):
+    for tokens, output in zip(prompts(20), alone, strict=True):
         assert output == greedy(t_lm, tokens, 12)
 
 
@@ -95,7 +96,9 @@ def test_m04_the_prefix_cache_changes_nothing(tmp_path: Path, window: int | None
     assert tokens_of(run(warm, texts)) == cold
     again = run(warm, texts)
     assert tokens_of(again) == cold
-    assert all(o.cached == (len(t) - 1) // 16 * 16 for o, t in zip(again, texts))  # one token is always computed
+    assert all(
+        o.cached == (len(t) - 1) // 16 * 16 for o, t in zip(again, texts, strict=True)
+    )  # one token is always computed
     assert warm.pool is not None
     warm.pool.release(warm.pool.take(warm.pool.size // 2))  # evict half
     assert tokens_of(run(warm, texts)) == cold
@@ -215,7 +218,7 @@ def test_bad_words_are_never_completed(t_lm: Path, overlap: bool) -> None:
     word = tuple(free[4:6])
     kept = run(made, [[5, 6, 7]], bad_words_ids=(word,))[0].tokens
     assert kept[:5] == free[:5]
-    assert word not in list(zip(kept, kept[1:]))
+    assert word not in list(itertools.pairwise(kept))
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])

@@ -54,13 +54,13 @@ def test_e02_a_causal_embedder_takes_its_last_token(t_qemb: Path) -> None:
     made = engine(t_qemb)
     batch = [texts(1, seed=n, low=n, high=n)[0] for n in (1, 5, 17, 64)]
     first = [o.vector for o in run(made, batch)]
-    for tokens, vector in zip(batch, first):
+    for tokens, vector in zip(batch, first, strict=True):
         right = torch.nn.functional.normalize(hidden(t_qemb, tokens)[-1], dim=0).numpy()
         assert np.abs(vector - right).max() <= 1e-5
         assert abs(np.linalg.norm(vector) - 1) <= 1e-5
     for _ in range(5):
         again = [o.vector for o in run(made, batch[::-1])][::-1]
-        assert all(np.abs(a - b).max() <= 1e-6 for a, b in zip(first, again))
+        assert all(np.abs(a - b).max() <= 1e-6 for a, b in zip(first, again, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["bert", "qemb"])

@@ -10,6 +10,7 @@ from anycore.contract.batch import Batch
 
 def store(k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> None:
     """Write rows k, v [T, Hkv, D] at `batch.slots` of a cache [2, blocks, block_size, Hkv, D]."""
+    assert batch.slots is not None
     keys, values = cache.flatten(1, 2).unbind(0)
     keys.index_copy_(0, batch.slots, k.to(cache.dtype))
     values.index_copy_(0, batch.slots, v.to(cache.dtype))
@@ -22,7 +23,8 @@ def paged_attention(
     out = torch.empty_like(q)
     keys, values = cache.unbind(0)
     assert batch.block_tables is not None
-    for i, (start, rows) in enumerate(zip(batch.query_starts, batch.query_lens)):
+    for i, rows in enumerate(batch.query_lens):
+        start = batch.query_starts[i]
         length = batch.seq_lens[i]
         blocks = batch.block_tables[i, : -(-length // batch.block_size)].long()
         k = keys[blocks].flatten(0, 1)[:length]
@@ -36,7 +38,8 @@ def packed_attention(
 ) -> Tensor:
     """Attend within each request's own rows; there is no history. q, result: [T, Hq, D]; k, v: [T, Hkv, D]."""
     out = torch.empty_like(q)
-    for start, rows in zip(batch.query_starts, batch.query_lens):
+    for i, rows in enumerate(batch.query_lens):
+        start = batch.query_starts[i]
         here = slice(start, start + rows)
         out[here] = attend(q[here], k[here], v[here], scale, batch.causal, window, softcap)
     return out

@@ -61,12 +61,9 @@ def draw(logits: Tensor, params: Sampling) -> Tensor:
     parts = []
     for start in range(0, len(logits), DRAWN_ROWS):
         rows = slice(start, start + DRAWN_ROWS)
-        parts.append(_draw(logits[rows], *(None if x is None else x[rows] for x in _per_row(params))))
+        filters = [None if x is None else x[rows] for x in (params.top_k, params.top_p, params.min_p)]
+        parts.append(_draw(logits[rows], params.temperature[rows], params.uniforms[rows], *filters))
     return torch.cat(parts)
-
-
-def _per_row(params: Sampling) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    return params.temperature, params.uniforms, params.top_k, params.top_p, params.min_p
 
 
 def _draw(

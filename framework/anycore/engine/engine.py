@@ -234,7 +234,8 @@ class Engine:
     def _generated(self, request: Request, result: Result, now: float) -> Delta:
         """Append the sampled token and say whether it was the last."""
         params = request.new.sampling
-        assert params is not None and result.token is not None
+        assert params is not None
+        assert result.token is not None
         delta = Delta(id=request.id, index=request.index)
         if len(request.tokens) == request.num_prompt:
             request.timing.first_token = now

@@ -23,7 +23,7 @@ def pool(rows: Tensor, counts: list[int], kind: str) -> Tensor:
     wide = rows.float()
     if kind in ("cls", "last"):
         return wide
-    parts = wide.split(counts)
+    parts = torch.split(wide, counts)
     if kind == "mean":
         return torch.stack([part.mean(0) for part in parts])
     if kind == "max":

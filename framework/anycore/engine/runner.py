@@ -40,13 +40,21 @@ class Model(Protocol):
 
 
 @dataclass
+class Wanted:
+    """The rows of a step whose hidden states are needed, and whose they are. Sampled rows come first."""
+
+    rows: list[int] = field(default_factory=list)
+    sampled: list[Request] = field(default_factory=list)  # one row each
+    prompt: list[tuple[Request, int, int]] = field(default_factory=list)  # prompt scores: request, position, rows
+    pooled: list[tuple[Request, int]] = field(default_factory=list)  # pooled requests and their number of rows
+
+
+@dataclass
 class Launched:
     """A step under way."""
 
     step: Step
-    sampled: list[Request]  # one a row of `output.samples`
-    prompt: list[tuple[Request, int, int]]  # prompt log-probabilities: request, first position, rows
-    pooled: list[tuple[Request, int]]  # pooled requests and how many of `output.rows` are theirs
+    wanted: Wanted
     output: StepOutput
 
 
@@ -79,27 +87,25 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         """Build the batch and hand it to the device."""
-        output_rows, sampled, prompt, pooled = self._wanted(step)
-        batch = self._batch(step, output_rows)
+        wanted = self._wanted(step)
+        batch = self._batch(step, wanted.rows)
         batch.plan = self.backend.ops.plan(batch)
-        sampling = self.sampler.prepare([entry.request for entry in sampled]) if sampled else None
+        sampling = self.sampler.prepare(wanted.sampled) if wanted.sampled else None
         output = self._step(batch, sampling)
-        requests = [entry.request for entry in sampled]
         if output.samples is not None:
-            self.sampler.observe(requests, output.samples)
-        launched = Launched(step, requests, prompt, pooled, output)
-        self._last = launched
-        return launched
+            self.sampler.observe(wanted.sampled, output.samples)
+        self._last = Launched(step, wanted, output)
+        return self._last
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> dict[int, Result]:
         """Wait for a step and return its results by `id(request)`."""
         results = {id(entry.request): Result() for entry in launched.step.entries}
         if launched.output.samples is not None:
-            self._collect_samples(launched.sampled, launched.output.samples, results)
-        if launched.prompt:
+            self._collect_samples(launched.wanted.sampled, launched.output.samples, results)
+        if launched.wanted.prompt:
             self._collect_prompt(launched, results)
-        if launched.pooled:
+        if launched.wanted.pooled:
             self._collect_pooled(launched, results)
         return results
 
@@ -113,29 +119,29 @@ class Runner:
 
     # --- building -----------------------------------------------------------------------------------------------
 
-    def _wanted(
-        self, step: Step
-    ) -> tuple[list[int], list[Entry], list[tuple[Request, int, int]], list[tuple[Request, int]]]:
-        """Which rows' hidden states are needed, and for what. Sampled rows come first."""
-        sampled, first, extra, prompt, pooled = [], [], [], [], []
+    def _wanted(self, step: Step) -> Wanted:
+        """Which rows' hidden states are needed, and for what."""
+        wanted = Wanted()
+        further: list[int] = []
         at = 0
         for entry in step.entries:
-            request = entry.request
-            end = at + entry.rows
-            if not request.is_pooled:
+            request, end = entry.request, at + entry.rows
+            if request.is_pooled:
                 if entry.last:
-                    sampled.append(entry)
-                    first.append(end - 1)
-                rows = self._scored_rows(entry)
-                if rows:
-                    extra += range(at, at + rows)
-                    prompt.append((request, entry.start, rows))
-            elif entry.last:
-                rows_of = {"first": [at], "last": [end - 1], "all": list(range(at, end))}[self._rows]
-                extra += rows_of
-                pooled.append((request, len(rows_of)))
+                    rows = {"first": [at], "last": [end - 1], "all": list(range(at, end))}[self._rows]
+                    further += rows
+                    wanted.pooled.append((request, len(rows)))
+            else:
+                if entry.last:
+                    wanted.sampled.append(request)
+                    wanted.rows.append(end - 1)
+                scored = self._scored_rows(entry)
+                if scored:
+                    further += range(at, at + scored)
+                    wanted.prompt.append((request, entry.start, scored))
             at = end
-        return first + extra, sampled, prompt, pooled
+        wanted.rows += further
+        return wanted
 
     def _scored_rows(self, entry: Entry) -> int:
         """Rows of an entry whose next prompt token's log-probability is still wanted (row t scores token t + 1)."""
@@ -170,7 +176,7 @@ class Runner:
             causal=self.model.spec.attention == "causal",
         )
         if pending and self._last is not None and self._last.output.samples is not None:
-            rows, places = zip(*pending)
+            rows, places = zip(*pending, strict=True)
             sources = self._last.output.samples.ids[self._upload(np.array(places, dtype=np.int64))]
             batch.input_ids.index_copy_(0, self._upload(np.array(rows, dtype=np.int64)), sources)
         if self.model.spec.token_type_count:
@@ -191,7 +197,7 @@ class Runner:
         size = self.limits.block_size
         used = [-(-(entry.start + entry.rows) // size) for entry in entries]
         tables = np.zeros((len(entries), max(used)), dtype=np.int32)
-        for i, (entry, count) in enumerate(zip(entries, used)):
+        for i, (entry, count) in enumerate(zip(entries, used, strict=True)):
             tables[i, :count] = entry.request.blocks[:count]
         owner = np.repeat(np.arange(len(entries)), lens)
         slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
@@ -203,7 +209,7 @@ class Runner:
     def _place(self, request: Request) -> int:
         """Row of a request in the samples of the step before."""
         assert self._last is not None
-        return next(i for i, other in enumerate(self._last.sampled) if other is request)
+        return next(i for i, other in enumerate(self._last.wanted.sampled) if other is request)
 
     def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
         return self.backend.memory.upload(torch.from_numpy(array))
@@ -212,22 +218,23 @@ class Runner:
 
     def _collect_samples(self, requests: list[Request], samples: Samples, results: dict[int, Result]) -> None:
         ids, finite = samples.ids.tolist(), samples.finite.tolist()
-        for request, token, fine in zip(requests, ids, finite):
+        for request, token, fine in zip(requests, ids, finite, strict=True):
             results[id(request)].token = token
             results[id(request)].finite = fine
         if samples.logprobs is None or samples.ranks is None:
             return
         tops = _tops(samples.top_ids, samples.top_logprobs, len(requests))
-        rows = zip(requests, ids, samples.logprobs.tolist(), samples.ranks.tolist(), tops)
+        rows = zip(requests, ids, samples.logprobs.tolist(), samples.ranks.tolist(), tops, strict=True)
         for request, token, logprob, rank, top in rows:
             params = request.new.sampling
             if params is not None and params.logprobs is not None:
                 results[id(request)].logprob = TokenLogprob(token, logprob, rank, top[: params.logprobs])
 
     def _collect_prompt(self, launched: Launched, results: dict[int, Result]) -> None:
-        at = len(launched.sampled)
-        for request, start, count in launched.prompt:
-            assert request.new.sampling is not None and request.new.sampling.prompt_logprobs is not None
+        at = len(launched.wanted.sampled)
+        for request, start, count in launched.wanted.prompt:
+            assert request.new.sampling is not None
+            assert request.new.sampling.prompt_logprobs is not None
             targets = request.tokens[start + 1 : start + 1 + count]
             hidden = launched.output.rows[at : at + count]
             scores = self._score_prompt(hidden, targets, request.new.sampling.prompt_logprobs)
@@ -248,7 +255,7 @@ class Runner:
         return out
 
     def _collect_pooled(self, launched: Launched, results: dict[int, Result]) -> None:
-        counts = [count for _, count in launched.pooled]
+        counts = [count for _, count in launched.wanted.pooled]
         rows = launched.output.rows
         score = self.model.spec.score
         if self.task is Task.RERANK and score is not None and score.kind != "cosine":
@@ -257,7 +264,7 @@ class Runner:
             kind = self.model.spec.pooling.kind if self.model.spec.pooling else "last"
             values = self.model.project(pool(rows, counts, kind))
         host = values.float().cpu().numpy()
-        for (request, _), vector in zip(launched.pooled, host):
+        for (request, _), vector in zip(launched.wanted.pooled, host, strict=True):
             results[id(request)].vector = vector
             results[id(request)].finite = bool(np.isfinite(vector).all())
 
@@ -266,4 +273,4 @@ def _tops(ids: Tensor | None, logprobs: Tensor | None, rows: int) -> list[list[t
     """The most likely (id, logprob) of each row."""
     if ids is None or logprobs is None:
         return [[] for _ in range(rows)]
-    return [list(zip(i, p)) for i, p in zip(ids.tolist(), logprobs.tolist())]
+    return [list(zip(i, p, strict=True)) for i, p in zip(ids.tolist(), logprobs.tolist(), strict=False)]

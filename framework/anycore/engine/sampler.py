@@ -105,12 +105,12 @@ class Sampler:
         triples = [(row, i, value) for row, p in enumerate(params) for i, value in p.logit_bias.items()]
         if not triples:
             return None
-        rows, ids, values = zip(*triples)
+        rows, ids, values = zip(*triples, strict=True)
         return self._longs(rows), self._longs(ids), self._floats(values)
 
     def _banned(self, requests: list[Request], params: list[SamplingParams]) -> tuple[Tensor, Tensor] | None:
         parts = []
-        for row, (request, p) in enumerate(zip(requests, params)):
+        for row, (request, p) in enumerate(zip(requests, params, strict=True)):
             ids = []
             if request.num_output <= p.min_tokens:  # counts the token about to be sampled
                 ids += [i for i in (*request.eos_ids, *p.stop_token_ids) if i < self.vocab]

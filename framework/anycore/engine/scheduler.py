@@ -267,7 +267,7 @@ class Scheduler:
         first, *others = self.waiting[: seats * LENGTH_WINDOW]
         others.sort(key=lambda request: abs(request.num_prompt - first.num_prompt))
         budget = self.limits.max_num_batched_tokens
-        chosen = []
+        chosen: list[Request] = []
         for request in (first, *others):
             if len(chosen) == seats:
                 break
