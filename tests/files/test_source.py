@@ -98,7 +98,22 @@ def test_o15_a_mistyped_path_does_not_go_to_the_hub(
 
 @pytest.mark.parametrize(
     "model",
-    ["", " ", " x", "x ", "a\0b", "owner/na me", "owner//x", "-x/y", "x--y", "owner/.x", "http://host/x", "é/x"],
+    [
+        "",
+        " ",
+        " x",
+        "x ",
+        "a\0b",
+        "owner/na me",
+        "owner//x",
+        "-x/y",
+        "x--y",
+        "owner/.x",
+        "http://host/x",
+        "é/x",
+        "x" * 5000,
+        "~nobody-here/x",
+    ],
 )
 def test_o15_what_is_no_model_name_is_refused_without_asking_anyone(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

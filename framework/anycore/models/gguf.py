@@ -85,16 +85,9 @@ class GgufFile:
 
     def words(self, key: str, wanted: Iterable[int]) -> list[str]:
         """Return the texts at some places of an array of texts, without decoding the others."""
-        _, start = self._values[key]
-        count = struct.unpack_from("<IQ", self.data, start)[1]
-        offsets, offset, data, unpack = [], start + 12, self.data, _LENGTH.unpack_from
-        for _ in range(count):
-            offsets.append(offset)
-            offset += 8 + unpack(data, offset)[0]
+        _, offset = self._values[key]
+        offsets = self._text_offsets(offset)
         return [self._string(offsets[i])[0] for i in wanted]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
 
     def raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the stored bytes of a tensor, one row per row of it; nothing is copied."""
@@ -174,9 +167,7 @@ class GgufFile:
             if inner in SCALARS:
                 end += count * SCALARS[inner].itemsize
             elif inner == STRING:
-                data, unpack = self.data, _LENGTH.unpack_from
-                for _ in range(count):
-                    end += 8 + unpack(data, end)[0]
+                end = self._text_offsets(offset)[-1]
             else:
                 raise WeightsError(f"{self.path}: arrays of type {inner} are not read")
         else:
@@ -191,11 +182,16 @@ class GgufFile:
         if kind != ARRAY:
             return np.frombuffer(self.data, SCALARS[kind], 1, offset)[0].item()
         inner, count = struct.unpack_from("<IQ", self.data, offset)
-        offset += 12
         if inner in SCALARS:
-            return np.frombuffer(self.data, SCALARS[inner], count, offset).tolist()
-        texts = []
+            return np.frombuffer(self.data, SCALARS[inner], count, offset + 12).tolist()
+        return [self._string(place)[0] for place in self._text_offsets(offset)[:-1]]
+
+    def _text_offsets(self, offset: int) -> list[int]:
+        """Return where each text of an array lies, and where the last one ends."""
+        count = struct.unpack_from("<IQ", self.data, offset)[1]
+        end, data, unpack = offset + 12, self.data, _LENGTH.unpack_from
+        offsets = [end]
         for _ in range(count):
-            text, offset = self._string(offset)
-            texts.append(text)
-        return texts
+            end += 8 + unpack(data, end)[0]
+            offsets.append(end)
+        return offsets

@@ -12,6 +12,7 @@ from anycore.errors import Unsupported, WeightsError
 from anycore.models.gguf import GgufFile
 
 Config = dict[str, Any]
+COMPANIONS = ("config.json", "generation_config.json", "modules.json", "1_Pooling/config.json")
 POOLING = {1: "mean_tokens", 2: "cls_token", 3: "lasttoken"}
 """llama.cpp's pooling types, as sentence-transformers names them; 0 is none."""
 SCORE = 4
@@ -24,19 +25,21 @@ CONTROL = 3
 
 def companion(path: Path, name: str) -> Any | None:
     """Return what a model folder would hold under this name; None if the header says nothing of the kind."""
+    if name not in COMPANIONS:
+        return None
     file = GgufFile(path)
     if name == "config.json":
         return config_of(file)
     if name == "generation_config.json":
         return {key: value for key, value in special_ids(file).items() if value is not None}
     kind = POOLING.get(file.get(f"{file.architecture}.pooling_type", 0))
-    if kind and name == "modules.json":
+    if kind is None:
+        return None
+    if name == "modules.json":
         kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
         return [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
-    if kind and name == "1_Pooling/config.json":
-        size = file.need(f"{file.architecture}.embedding_length")
-        return {"word_embedding_dimension": size, f"pooling_mode_{kind}": True}
-    return None
+    size = file.need(f"{file.architecture}.embedding_length")
+    return {"word_embedding_dimension": size, f"pooling_mode_{kind}": True}
 
 
 def config_of(file: GgufFile) -> Config:

