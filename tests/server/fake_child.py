@@ -116,7 +116,7 @@ def launch(folder: str, script: Script, boot: wire.Boot) -> tuple[wire.Planned, 
     card = {
         "tasks": [task],
         "possible_tasks": [task],
-        "max_model_len": 64,
+        "max_model_len": 1000,
         "max_num_seqs": script.max_num_seqs,
         "backend": "scripted",
         "device": "none",

@@ -136,6 +136,7 @@ def _replay(first: Message, receive: Receive) -> Receive:
 # A string, or one that the end of the body cuts off: every quote starts a match, so the search is linear.
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_TO_SQUARE = bytes.maketrans(b"{}", b"[]")
 
 
 def check_depth(body: bytes) -> None:
@@ -145,11 +146,11 @@ def check_depth(body: bytes) -> None:
     """
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    brackets = _STRING.sub(b"", body).translate(None, _ALL_BUT_BRACKETS)
+    brackets = _STRING.sub(b"", body).translate(_TO_SQUARE, _ALL_BUT_BRACKETS)
     for _ in range(MAX_DEPTH):
         if not brackets:
             return
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+        brackets = brackets.replace(b"[]", b"")
     if brackets:
         try:
             json.loads(body)

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 from anycore import __version__
 from anycore.errors import Unavailable
+from anycore.server.failures import RETRY_SECONDS
 from anycore.server.metrics import CONTENT_TYPE
 from anycore.server.state import ServedModel, ServerState, state_of
 
@@ -47,10 +48,12 @@ def _report(state: ServerState, bad: bool) -> Response:
     """Return the phase of the server and of each model; a 503 also carries the error envelope."""
     phase = state.phase
     body: dict[str, Any] = {"status": phase, "models": [_model(model) for model in state.models]}
+    headers = {"Cache-Control": "no-store"}
     if bad:
         error = Unavailable(f"the server is not ready: {phase}", code=_CODES.get(phase, f"model_{phase}"))
         body |= error.envelope()
-    return JSONResponse(body, status_code=503 if bad else 200, headers={"Cache-Control": "no-store"})
+        headers["Retry-After"] = str(RETRY_SECONDS)
+    return JSONResponse(body, status_code=503 if bad else 200, headers=headers)
 
 
 def _model(model: ServedModel) -> dict[str, Any]:
