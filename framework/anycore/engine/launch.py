@@ -84,7 +84,7 @@ def prepare(
     task = _task(config, spec)
     possible = spec.tasks
     spec = spec.for_task(task)
-    choice = _choose(config, spec, task, plugins)
+    choice = _choose(config, source, spec, task, plugins)
     wish = wish_of(config, spec, task, choice.spec, choice.support, choice.need.weights)
     total = choice.device.memory
     draft = plan(spec, wish, Room(choice.spec.name, total)) if total is not None else None
@@ -154,9 +154,9 @@ def _task(config: ModelConfig, spec: ModelSpec) -> Task:
     return task
 
 
-def _choose(config: ModelConfig, spec: ModelSpec, task: Task, plugins: Plugins) -> Choice:
+def _choose(config: ModelConfig, source: Source, spec: ModelSpec, task: Task, plugins: Plugins) -> Choice:
     """Pick backend and dtype. With `--dtype auto` a native row is preferred to keeping the checkpoint's own type."""
-    dtypes = _dtypes(config, spec)
+    dtypes = _dtypes(config, spec, source)
 
     def needs(device: Device) -> Sequence[Need]:
         return [_need(config, spec, task, dtype, device) for dtype in dtypes]
@@ -174,11 +174,16 @@ def _choose(config: ModelConfig, spec: ModelSpec, task: Task, plugins: Plugins) 
     return choice
 
 
-def _dtypes(config: ModelConfig, spec: ModelSpec) -> list[str]:
-    """Types to try, best first. float16 is never chosen in place of another: its range is too small (65,504)."""
+def _dtypes(config: ModelConfig, spec: ModelSpec, source: Source) -> list[str]:
+    """Types to try, best first. float16 is never chosen in place of another: its range is too small (65,504).
+
+    A folder that does not name its type is float32, as in transformers; a GGUF file's blocks have no type of their
+    own, and bfloat16 holds what they are precise to.
+    """
     if config.dtype != "auto":
         return [config.dtype]
-    own = spec.dtype if spec.dtype in DTYPES else "bfloat16"
+    unsaid = "bfloat16" if source.gguf else "float32"
+    own = spec.dtype if spec.dtype in DTYPES else unsaid
     return list(dict.fromkeys([own, "float32"]))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from anycore.config import ModelConfig
+from anycore.config import ModelConfig, default_of
 from anycore.contract.declare import BackendSpec, Support, Task
 from anycore.engine.memory import MemoryPlan, Wish
 from anycore.engine.tasks import is_paged
@@ -68,7 +68,7 @@ def settle(
         ),
         _limit(config, "max_num_seqs", limits.max_num_seqs),
         _limit(config, "max_num_batched_tokens", limits.max_num_batched_tokens),
-        Decision("max_queued", config.max_queued, "flag"),
+        _chosen(config, "max_queued"),
     ]
     if wish.kv_cache_memory is None:
         by = "flag" if config.memory_utilization else "backend"
@@ -78,8 +78,8 @@ def settle(
             Decision("block_size", limits.block_size, "flag" if config.block_size else "backend"),
             Decision("kv_cache_memory", plan.kv, "flag" if config.kv_cache_memory else "plan"),
             Decision("kv_blocks", limits.blocks - 1, "plan"),
-            Decision("enable_prefix_caching", config.enable_prefix_caching, "flag"),
-            Decision("scheduling_policy", config.scheduling_policy, "flag"),
+            _chosen(config, "enable_prefix_caching"),
+            _chosen(config, "scheduling_policy"),
         ]
     else:
         why = "this model is computed in one piece: no KV cache, no chunks, no prefix hits"
@@ -109,3 +109,10 @@ def _dtype(config: ModelConfig, spec: ModelSpec, dtype: str) -> Decision:
 
 def _limit(config: ModelConfig, name: str, value: int) -> Decision:
     return Decision(name, value, "default" if getattr(config, name) is None else "flag")
+
+
+def _chosen(config: ModelConfig, name: str) -> Decision:
+    """A setting with a default of its own."""
+    value = getattr(config, name)
+    usual = next(default_of(item) for item in fields(ModelConfig) if item.name == name)
+    return Decision(name, value, "default" if value == usual else "flag")

@@ -12,6 +12,7 @@ DEMO = (
         model=SMOLLM2,
         served_model_name=("smollm2-135m-instruct",),
         task="generate",
+        dtype="float32",  # the same answers on every machine
         max_model_len=4096,
         max_num_seqs=32,
         kv_cache_memory=384 * 2**20,
