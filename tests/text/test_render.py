@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import tiny
+from tiny_gguf import write_gguf
 from transformers import AutoTokenizer
 
 from anycore.errors import BadRequest, ConfigError, ContextLengthExceeded, Unsupported
-from anycore.models.source import Source
+from anycore.models.source import Source, locate
 from anycore.models.spec import ModelSpec, PoolingSpec, ScoreSpec, read_spec
 from anycore.text.render import Renderer
 from anycore.text.rerank_profiles import PROFILES, profile_of
+from anycore.text.tokenizer import Tokenizer
 
 QWEN3 = PROFILES[0]
 USER = [{"role": "user", "content": "Hi there"}]
@@ -146,9 +148,14 @@ def test_prompts_leave_room_for_the_output(t_lm: Path) -> None:
     cut = short.text(ids, room=3, truncate=True)
     assert (cut.token_ids, cut.truncated) == (ids[3:], True)
     assert short.text(ids, room=3, truncate=4, side="right").token_ids == ids[:4]
+    with pytest.raises(ContextLengthExceeded, match="10 tokens of output leave no room for prompt") as caught:
+        short.text(ids, room=10, truncate=True)
+    assert caught.value.param == "max_tokens"
     text = "the quick brown fox jumps over the lazy dog"
     whole = short.text(text).token_ids
     assert short.text(text, truncate=5).token_ids == [whole[0], *whole[-4:]]
+    with pytest.raises(BadRequest, match="left or right, not 'top'"):
+        short.text(ids, side="top")
     for bad in (0, 11, -2):
         with pytest.raises(BadRequest, match="between 1 and the model's length of 10") as caught:
             short.text(ids, truncate=bad)
@@ -337,3 +344,23 @@ def test_bi_encoders_render_query_and_document_apart(t_qemb: Path, t_bert: Path)
     assert plain.query("dog").text == "dog"
     with pytest.raises(BadRequest, match="takes no instruction"):
         plain.query("dog", "Find dogs")
+
+
+# --- GGUF -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gguf_renders_as_the_folder_it_was_made_from(t_lm: Path, lm: Renderer, tmp_path: Path) -> None:
+    source = locate(str(write_gguf(t_lm, tmp_path / "m.gguf")))
+    ours = Renderer(source, read_spec(source), 512)
+    assert ours.chat(USER) == lm.chat(USER)
+    for text in (*tiny.CORPUS, "🫠 щ"):
+        assert ours.text(text) == lm.text(text)
+    assert (ours.tokenizer.bos_id, ours.tokenizer.eos_id) == (lm.tokenizer.bos_id, lm.tokenizer.eos_id)
+    assert ours.tokenizer.special_ids == lm.tokenizer.special_ids
+
+
+def test_a_gguf_bert_has_segments(t_bert: Path, tmp_path: Path) -> None:
+    source = locate(str(write_gguf(t_bert, tmp_path / "m.gguf")))
+    tokenizer = Tokenizer.from_source(source)
+    theirs = AutoTokenizer.from_pretrained(t_bert)("the dog", "the river bank")
+    assert tokenizer.encode_pair("the dog", "the river bank") == (theirs["input_ids"], theirs["token_type_ids"])

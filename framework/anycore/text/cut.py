@@ -31,6 +31,10 @@ class Cutter:
     room: int | None
     param: str
 
+    def __post_init__(self) -> None:
+        if self.side not in ("left", "right"):
+            raise BadRequest(f"truncation_side must be left or right, not {self.side[:40]!r}", param="truncation_side")
+
     def cut(self, length: int, start: int, end: int) -> slice | None:
         """Return the tokens to take away of `length`, all of them within start … end - 1; None if it fits.
 
@@ -40,6 +44,12 @@ class Cutter:
         limit = self.limit()
         if limit is None or length <= limit:
             return None
+        if limit < 1:
+            raise ContextLengthExceeded(
+                f"{self.room} tokens of output leave no room for {self.param}: the model takes at most {self.longest} "
+                "tokens, input and output together",
+                param="max_tokens",
+            )
         surplus = length - limit
         if self.truncate is None or self.truncate is False:
             answer = f", {self.longest} with the output's {self.room}" if self.room else ""

@@ -7,18 +7,17 @@ Used by the server's front process and by `LLM`.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anycore.errors import BadRequest, ConfigError
+from anycore.errors import BadRequest
 from anycore.models.spec import ModelSpec
 from anycore.text.cut import Cutter, Truncate, span_between, span_of
 from anycore.text.messages import normalise
+from anycore.text.prompts import document_prompt, prompt_of, query_prompt, refuse_instruction
 from anycore.text.rerank_profiles import RerankProfile, profile_of
-from anycore.text.template import ChatTemplate, Sandbox, TemplateFailed
+from anycore.text.template import ChatTemplates
 from anycore.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -27,12 +26,6 @@ if TYPE_CHECKING:
     from anycore.models.source import Source
 
 log = logging.getLogger(__name__)
-
-QUERY_PROMPTS = ("query", "search_query", "Retrieval-query")
-DOCUMENT_PROMPTS = ("document", "passage", "search_document", "Retrieval-document")
-"""Names under which sentence-transformers files keep the prompts of a search, in the order they are looked for."""
-INSTRUCT = re.compile(r"Instruct: .*\nQuery:", re.DOTALL)
-"""A query prompt whose first line is the instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +61,9 @@ class Renderer:
         self.spec = spec
         self.max_model_len = max_model_len
         self.tokenizer = Tokenizer.from_source(source)
-        templates = self.tokenizer.chat_templates
-        self._profile = profile_of(spec, templates.values())
-        if chat_template is not None:
-            templates = {"default": read_template(chat_template)}
-        box = Sandbox()
-        self._templates = {name: ChatTemplate(t, self.tokenizer.special_tokens, box) for name, t in templates.items()}
-        self._guests = Sandbox()  # templates from requests hold up each other only
-        if chat_template is not None:
-            check_template(self._templates["default"], chat_template)
-        self._allow_request_template = allow_request_template
+        own = self.tokenizer.chat_templates
+        self._profile = profile_of(spec, own.values())
+        self._templates = ChatTemplates(own, self.tokenizer.special_tokens, chat_template, allow_request_template)
         self._warned_of_bos = False
 
     def text(
@@ -100,10 +86,7 @@ class Renderer:
         cutter = self._cutter(truncate, side, param, room)
         if not isinstance(prompt, str):
             return self._fit_ids(self.check_ids(prompt, param), cutter)
-        encoding = self._encode(prompt, param, add_special_tokens=add_special_tokens)
-        if add_special_tokens:
-            self._warn_of_bos(encoding.ids)
-        return self._fit(encoding, prompt, cutter)
+        return self._complete(prompt, add_special_tokens, cutter)
 
     def chat(
         self,
@@ -130,21 +113,17 @@ class Renderer:
                 "add_generation_prompt begins a new message, continue_final_message goes on with the last: set one",
                 param="continue_final_message",
             )
-        template = self._template(chat_template, tools)
-        prompt = template.render(
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        prompt = self._templates.choose(chat_template, bool(tools)).render(
             normalise(messages),
             tools=tools,
             documents=documents,
-            add_generation_prompt=not continue_final_message
-            if add_generation_prompt is None
-            else add_generation_prompt,
+            add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             arguments=chat_template_kwargs,
         )
-        encoding = self._encode(prompt, "messages", add_special_tokens=add_special_tokens)
-        if add_special_tokens:
-            self._warn_of_bos(encoding.ids)
-        return self._fit(encoding, prompt, self._cutter(truncate, side, "messages", room))
+        return self._complete(prompt, add_special_tokens, self._cutter(truncate, side, "messages", room))
 
     def embedding(
         self,
@@ -165,7 +144,7 @@ class Renderer:
             return self._fit_ids(self.check_ids(item, param), self._cutter(truncate, side, param))
         if not item:
             raise BadRequest(f"{param} must not be an empty string", param=param)
-        return self._one(self._prompt(prompt_name) + item, self._cutter(truncate, side, param))
+        return self._one(prompt_of(self.spec.pooling, prompt_name) + item, self._cutter(truncate, side, param))
 
     def pair(
         self,
@@ -196,18 +175,14 @@ class Renderer:
         self, text: str, instruction: str | None = None, truncate: Truncate = None, side: str = "right"
     ) -> Rendered:
         """Render a query for a bi-encoder, whose score is the cosine of two vectors. Put `document` beside it."""
-        prompt = self._search_prompt(QUERY_PROMPTS)
-        if instruction is not None:
-            if not INSTRUCT.fullmatch(prompt):
-                refuse_instruction(instruction)
-            prompt = f"Instruct: {instruction}\nQuery:"
+        prompt = query_prompt(self.spec.pooling, instruction)
         return self._one(prompt + text, self._cutter(truncate, side, "query"))
 
     def document(
         self, text: str, truncate: Truncate = None, side: str = "right", *, param: str = "documents"
     ) -> Rendered:
         """Render a document for a bi-encoder."""
-        return self._one(self._search_prompt(DOCUMENT_PROMPTS) + text, self._cutter(truncate, side, param))
+        return self._one(document_prompt(self.spec.pooling) + text, self._cutter(truncate, side, param))
 
     def check_ids(self, ids: Sequence[Any], param: str) -> list[int]:
         """Return token ids of the client if the model has them.
@@ -246,12 +221,20 @@ class Renderer:
         ends = len(text) - len(profile.suffix) if text.endswith(profile.suffix) else len(text)
         return self._fit(encoding, text, cutter, span_between(encoding, len(head), ends))
 
+    def _complete(self, text: str, add_special_tokens: bool, cutter: Cutter) -> Rendered:
+        encoding = self._encode(text, cutter.param, add_special_tokens=add_special_tokens)
+        if add_special_tokens:
+            self._warn_of_bos(encoding.ids)
+        return self._fit(encoding, text, cutter)
+
     def _one(self, text: str, cutter: Cutter) -> Rendered:
         return self._fit(self._encode(text, cutter.param), text, cutter)
 
-    def _encode(self, text: str, param: str, pair: str | None = None, **options: bool) -> Encoding:
+    def _encode(
+        self, text: str, param: str, pair: str | None = None, add_special_tokens: bool = True, offsets: bool = False
+    ) -> Encoding:
         try:
-            return self.tokenizer.encoding(text, pair, **options)
+            return self.tokenizer.encoding(text, pair, add_special_tokens, offsets)
         except BadRequest as error:
             raise BadRequest(f"{param}: {error.message}", param=param) from None
 
@@ -278,44 +261,6 @@ class Renderer:
     def _cutter(self, truncate: Truncate, side: str, param: str, room: int | None = 0) -> Cutter:
         return Cutter(self.max_model_len, truncate, side, room, param)
 
-    def _prompt(self, name: str | None) -> str:
-        """Return the prompt of this name, or the default one, or nothing.
-
-        Raises:
-            BadRequest: there is none of this name.
-        """
-        pooling = self.spec.pooling
-        prompts = dict(pooling.prompts) if pooling is not None else {}
-        if name is None:
-            name = pooling.default_prompt if pooling is not None else None
-            return "" if name is None else prompts.get(name, "")
-        if name not in prompts:
-            known = ", ".join(sorted(prompts)) or "none"
-            raise BadRequest(f"the model has no prompt {name[:40]!r}; it has: {known}", param="prompt_name")
-        return prompts[name]
-
-    def _search_prompt(self, names: tuple[str, ...]) -> str:
-        prompts = dict(self.spec.pooling.prompts) if self.spec.pooling is not None else {}
-        return self._prompt(next((name for name in names if name in prompts), None))
-
-    def _template(self, text: str | None, tools: list[dict[str, Any]] | None) -> ChatTemplate:
-        """Choose the request's template, or the model's; the one for tools, if there are tools and it has one."""
-        if text is not None:
-            if not self._allow_request_template:
-                raise BadRequest(
-                    "this server takes no chat_template from requests: templates are programs "
-                    "(--allow-request-template changes it)",
-                    param="chat_template",
-                )
-            return ChatTemplate(text, self.tokenizer.special_tokens, self._guests)
-        found = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
-        if found is None:
-            raise BadRequest(
-                "the model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
-                param="messages",
-            )
-        return found
-
     def _warn_of_bos(self, ids: list[int]) -> None:
         """Warn, once a model, of a text that begins with the BOS its tokenizer adds anyway."""
         bos = self.tokenizer.bos_id
@@ -325,25 +270,3 @@ class Renderer:
                 "a prompt begins with two BOS tokens: its text has one and the tokenizer adds one; leave it out of the "
                 "text or send add_special_tokens false (said once)"
             )
-
-
-def refuse_instruction(instruction: str | None) -> None:
-    if instruction is not None:
-        raise BadRequest("this model takes no instruction here", param="instruction")
-
-
-def check_template(template: ChatTemplate, path: str) -> None:
-    try:
-        template.check()
-    except TemplateFailed as error:
-        raise ConfigError(f"--chat-template {path}: {error.message}", param="chat_template") from None
-
-
-def read_template(path: str) -> str:
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--chat-template must name a file with a Jinja template; {path[:200]!r} cannot be read: {error}",
-            param="chat_template",
-        ) from None

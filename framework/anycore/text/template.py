@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
-from anycore.errors import BadRequest
+from anycore.errors import BadRequest, ConfigError
 from anycore.text import sandbox
 
 OWN_ARGUMENTS = {
@@ -33,6 +34,7 @@ class Sandbox:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._ending: weakref.finalize[Any, Any] | None = None
 
     def run(self, job: dict[str, Any]) -> str:
         """Have a job of `sandbox.answer` done.
@@ -70,7 +72,9 @@ class Sandbox:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START, *sys.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
-            weakref.finalize(self, stop, self._process)
+            if self._ending is not None:
+                self._ending.detach()  # of a process that has ended
+            self._ending = weakref.finalize(self, stop, self._process)
         return self._process
 
 
@@ -122,6 +126,66 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         return self._box.run({"template": self.text, "variables": variables, "continue_final": continue_final_message})
+
+
+class ChatTemplates:
+    """The templates of one model, and the choice among them.
+
+    Args:
+        own: name → text, from the model's files.
+        file: a template to use instead.
+        allow_guests: whether a request may bring one.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not Jinja.
+    """
+
+    def __init__(
+        self, own: dict[str, str], special_tokens: dict[str, str], file: str | None = None, allow_guests: bool = False
+    ) -> None:
+        self._special_tokens = special_tokens
+        self._allow_guests = allow_guests
+        self._guests = Sandbox()  # templates from requests hold up each other only
+        box = Sandbox()
+        texts = own if file is None else {"default": read_template(file)}
+        self._templates = {name: ChatTemplate(text, special_tokens, box) for name, text in texts.items()}
+        if file is not None:
+            try:
+                self._templates["default"].check()
+            except TemplateFailed as error:
+                raise ConfigError(f"--chat-template {file}: {error.message}", param="chat_template") from None
+
+    def choose(self, guest: str | None, tools: bool) -> ChatTemplate:
+        """Return the request's template, or the model's: the one for tools, if there are tools and it has one.
+
+        Raises:
+            BadRequest: requests may bring none, or there is none.
+        """
+        if guest is not None:
+            if not self._allow_guests:
+                raise BadRequest(
+                    "this server takes no chat_template from requests: templates are programs "
+                    "(--allow-request-template changes it)",
+                    param="chat_template",
+                )
+            return ChatTemplate(guest, self._special_tokens, self._guests)
+        found = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        if found is None:
+            raise BadRequest(
+                "the model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
+                param="messages",
+            )
+        return found
+
+
+def read_template(file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--chat-template must name a file with a Jinja template; {file[:200]!r} cannot be read: {error}",
+            param="chat_template",
+        ) from None
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

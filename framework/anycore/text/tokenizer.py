@@ -65,7 +65,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, as Hugging Face's `tokenizer(text)`."""
-        return list(self.encoding(text, add_special_tokens=add_special_tokens).ids)
+        return list(self.encoding(text, add_special_tokens=add_special_tokens, offsets=False).ids)
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the ids of several texts, on several threads."""
@@ -76,13 +76,13 @@ class Tokenizer:
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int] | None]:
         """Return ids and segment ids of a pair, as `tokenizer(first, second)`; None where the model has no segments."""
-        encoding = self.encoding(first, second)
+        encoding = self.encoding(first, second, offsets=False)
         return list(encoding.ids), list(encoding.type_ids) if self.token_types else None
 
     def encoding(
-        self, text: str, pair: str | None = None, add_special_tokens: bool = True, offsets: bool = False
+        self, text: str, pair: str | None = None, add_special_tokens: bool = True, offsets: bool = True
     ) -> Encoding:
-        """Return ids, type_ids and sequence_ids; also, at the price of some time, offsets in the text.
+        """Return ids, type_ids and sequence_ids; also offsets in the text, which cost some time.
 
         Raises:
             BadRequest: the text is not valid Unicode.
