@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
-from anycore.contract.backend import Memory, Peak
+from anycore.contract.backend import KVSpec, Memory, Peak
 from anycore_cpu.limits import memory_free, memory_total
 
 
@@ -33,6 +36,15 @@ class CpuMemory(Memory):
         yield peak
         if high_water() > earlier:
             peak.bytes = high_water() - start
+
+    def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
+        """The default layout, of pages that the system zeroes when they are first written: a large pool costs no
+        start-up time, and none of its memory before requests fill it.
+        """
+        dtype = getattr(torch, kv.dtype)
+        shape = (2, blocks, kv.block_size, kv.kv_heads, kv.head_dim)
+        count = math.prod(shape) * dtype.itemsize
+        return [torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape) for _ in range(kv.layers)]
 
     def upload(self, host: Tensor) -> Tensor:
         return host
