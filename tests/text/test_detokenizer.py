@@ -200,10 +200,10 @@ def test_time_does_not_grow_with_the_text(tokenizer: Tokenizer) -> None:
     """20,000 tokens of garbage that never ends a character, with a stop string that almost matches."""
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop=("ab" * 50 + "c",)))
     ids = tokenizer.encode("ab", add_special_tokens=False) + tokenizer.encode("🫠", add_special_tokens=False)[:1]
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(7000):
         detokenizer.feed(ids)
-    assert time.perf_counter() - begin < 3
+    assert time.process_time() - begin < 3
 
 
 def test_word_pieces_cannot_be_streamed(t_bert: Path) -> None:
