@@ -63,28 +63,36 @@ def load_gguf_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     if len(types) != len(words):
         raise WeightsError(f"{path} has {len(words)} words but types for {len(types)} of them")
     special = _special_tokens(file, words, kind)
-    pre = file.get("tokenizer.ggml.pre", "default")
     try:
         tokenizer = BUILDERS[kind](file, words, types, special)
     except Exception as error:  # the library raises plain Exception for a merge of words that are not there
         if type(error) is not Exception:
             raise
         raise WeightsError(f"{path}: the tokenizer does not fit together: {error}") from error
-    for wanted, is_special in (((UNKNOWN, CONTROL), True), ((USER_DEFINED,), False)):
-        added = [w for w, t in zip(words, types, strict=True) if t in wanted]
-        tokenizer.add_tokens([AddedToken(w, special=is_special, normalized=False) for w in added])
-    info: dict[str, Any] = {f"{name}_token": token for name, token in special.items()}
-    info["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", kind != "gpt2" or pre in WHOLE_WORDS)
-    info["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", False)
-    info["model_max_length"] = file.get(f"{file.architecture}.context_length")
-    info["clean_up_tokenization_spaces"] = False
-    if template := _chat_template(file):
-        info["chat_template"] = template
-    roles = ("cls", "sep") if kind == "bert" else ("bos", "eos")
-    flags = (True, True) if kind == "bert" else (info["add_bos_token"], info["add_eos_token"])
-    begin, end = (special.get(role) if added else None for role, added in zip(roles, flags, strict=True))
+    hidden = {w for w, t in zip(words, types, strict=True) if t in (UNKNOWN, CONTROL)} | set(special.values())
+    added = hidden | {w for w, t in zip(words, types, strict=True) if t == USER_DEFINED}
+    tokenizer.add_tokens([AddedToken(w, special=w in hidden, normalized=False) for w in words if w in added])
+    info = _settings(file, kind, special)
+    if kind == "bert":
+        begin, end = special["cls"], special["sep"]
+    else:
+        begin = special.get("bos", "") if info["add_bos_token"] else ""
+        end = special.get("eos", "") if info["add_eos_token"] else ""
     tokenizer.post_processor = _wrap(tokenizer, begin, end, kind == "bert")
     return tokenizer, info
+
+
+def _settings(file: GgufFile, kind: str, special: dict[str, str]) -> dict[str, Any]:
+    """Return what a tokenizer_config.json would say."""
+    begins = kind != "gpt2" or file.get("tokenizer.ggml.pre") in WHOLE_WORDS
+    settings: dict[str, Any] = {f"{role}_token": token for role, token in special.items()}
+    settings["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", begins)
+    settings["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", False)
+    settings["model_max_length"] = file.get(f"{file.architecture}.context_length")
+    settings["clean_up_tokenization_spaces"] = False
+    if template := _chat_template(file):
+        settings["chat_template"] = template
+    return settings
 
 
 def _bpe(file: GgufFile, words: list[str], types: list[int], special: dict[str, str]) -> Tokenizer:
@@ -177,14 +185,14 @@ def _chat_template(file: GgufFile) -> str | list[dict[str, str]] | None:
     return [{"name": name, "template": text} for name, text in templates.items()]
 
 
-def _wrap(tokenizer: Tokenizer, begin: str | None, end: str | None, segments: bool) -> processors.TemplateProcessing:
+def _wrap(tokenizer: Tokenizer, begin: str, end: str, segments: bool) -> processors.TemplateProcessing:
     """Put the special tokens around a text, and around both of a pair; BERT's pair shares its first one."""
 
-    def around(text: str, opening: str | None, segment: int) -> list[str]:
+    def around(text: str, opening: str, segment: int) -> list[str]:
         return [f"{piece}:{segment}" for piece in (opening, text, end) if piece]
 
     single = around("$A", begin, 0)
-    pair = single + (around("$B", None, 1) if segments else around("$B", begin, 0))
+    pair = single + (around("$B", "", 1) if segments else around("$B", begin, 0))
     ids = {token: tokenizer.token_to_id(token) for token in (begin, end) if token}
     return processors.TemplateProcessing(single=single, pair=pair, special_tokens=list(ids.items()))
 
