@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +39,7 @@ class EchoEngine:
         return self._stats
 
     def step(self) -> list[Delta]:
+        time.sleep(0.001)  # no model is so fast that its words pile up in front of the server
         deltas = []
         for new, said in list(self._running.values()):
             orders = dict(order.partition("=")[::2] for order in (new.cache_salt or "").split(","))

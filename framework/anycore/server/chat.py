@@ -33,7 +33,7 @@ from anycore.server.state import ServedModel
 router = APIRouter(tags=["generate"])
 
 
-@router.post("/v1/chat/completions", response_model=None, responses=responses(ChatCompletion))
+@router.post("/v1/chat/completions", response_model=None, responses=responses(ChatCompletion, stream=True))
 async def chat_completions(request: Request, body: ChatBody, state: State) -> Response:
     """Answer a conversation; with `stream`, as server-sent events whose data are `chat.completion.chunk` objects."""
     model = admit(state, body, body.model, Task.GENERATE)

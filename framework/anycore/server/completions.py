@@ -25,7 +25,7 @@ router = APIRouter(tags=["generate"])
 DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
 
 
-@router.post("/v1/completions", response_model=None, responses=responses(Completion))
+@router.post("/v1/completions", response_model=None, responses=responses(Completion, stream=True))
 async def completions(request: Request, body: CompletionBody, state: State) -> Response:
     """Continue one or several prompts; with `stream`, as server-sent events of the same object."""
     model = admit(state, body, body.model, Task.GENERATE)

@@ -76,8 +76,8 @@ def usage(prompt: int, completion: int = 0, cached: int = 0) -> Usage:
     }
 
 
-def responses(model: Any, *, description: str = "The answer") -> dict[int | str, dict[str, Any]]:
-    """Document a route's answers: `model` for 200, the envelope for every error a route can give."""
+def responses(model: Any, *, stream: bool = False) -> dict[int | str, dict[str, Any]]:
+    """Document a route's answers: `model` for 200 (or a stream), the envelope for every error a route can give."""
     errors = {
         400: "The request is wrong; `param` names the field",
         401: "No valid key",
@@ -93,7 +93,10 @@ def responses(model: Any, *, description: str = "The answer") -> dict[int | str,
     documented: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorEnvelope, "description": text} for status, text in errors.items()
     }
-    return {200: {"model": model, "description": description}, **documented}
+    answer: dict[str, Any] = {"model": model, "description": "The answer"}
+    if stream:
+        answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+    return {200: answer, **documented}
 
 
 def check_text(value: Any, path: str = "", depth: int = 0) -> None:
