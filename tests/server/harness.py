@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,9 @@ def serve_here(
 
     async def run() -> int:
         config = ServerConfig(port=0, **settings)
-        live.server = Server(config, models, Guard(list(keys)), directory, client=partial(ThreadClient, launch=launch))
+        # One thread an engine: several of them, or other tests, share these cores.
+        single = [replace(model, threads=model.threads or 1) for model in models]
+        live.server = Server(config, single, Guard(list(keys)), directory, client=partial(ThreadClient, launch=launch))
         return await live.server.run(listener)
 
     def main() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 
 from anycore.capabilities import capabilities as describe
+from anycore.contract.declare import Task
 from anycore.errors import ModelNotFound, Unavailable
 from anycore.server.state import MAX_NAME, ServedModel, ServerState, state_of
 
@@ -43,4 +44,7 @@ async def capabilities(state: State) -> dict[str, Any]:
 def _entry(state: ServerState, model: ServedModel, name: str) -> dict[str, Any]:
     """Return the model's card under one of its names."""
     base = {"object": "model", "created": state.started, "owned_by": "anycore"}
-    return {**base, **model.card, "id": name, "root": model.names[0], "phase": model.client.phase.value}
+    card = {**base, **model.card, "id": name, "root": model.names[0], "phase": model.client.phase.value}
+    if model.card and model.task is Task.GENERATE:
+        card["sampling_defaults"] = model.sampling_defaults.values  # where they differ from the OpenAI API's
+    return card
