@@ -46,6 +46,13 @@ class CpuOps(Ops):
             return packed.linear(x, handle, bias)
         return super().linear(x, handle, bias)
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if residual is not None:
+            x = x + residual
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+        return torch.mul(x, scale).mul_(weight).to(x.dtype), x
+
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -55,6 +62,11 @@ class CpuOps(Ops):
         return F.layer_norm(x, weight.shape, weight, bias, eps), x
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if neighbours(q, k):
+            heads, kv_heads = q.shape[1], k.shape[1]
+            both = q.as_strided((len(q), heads + kv_heads, q.shape[2]), q.stride())
+            q, k = torch.split(rotate(both, cos, sin), [heads, kv_heads], dim=1)
+            return q, k
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def gated(self, x: Tensor, kind: str) -> Tensor:
@@ -71,3 +83,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out[:, :, 0].addcmul_(pairs[:, :, 1], sin, value=-1)
     out[:, :, 1].addcmul_(pairs[:, :, 0], sin)
     return out.view(rows, heads, dim).to(x.dtype)
+
+
+def neighbours(q: Tensor, k: Tensor) -> bool:
+    """Whether k's heads follow q's in one matrix, as a fused projection leaves them."""
+    return (
+        q.stride() == k.stride()
+        and k.storage_offset() == q.storage_offset() + q.shape[1] * q.stride(1)
+        and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+    )
