@@ -1,0 +1,257 @@
+"""Writes the parts of the documentation that the program knows better: tables of flags, hooks, routes and the matrix.
+
+A part stands between `<!-- begin NAME -->` and `<!-- end NAME -->` in a page that people write. `--check` writes
+nothing and fails when a part is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from enum import Enum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from anycore import hookspecs, plugins
+from anycore.cli import main as command
+from anycore.config import ENVIRONMENT, ServerConfig
+from anycore.contract.declare import FEATURES, BackendSpec, Need, Task, explain
+from anycore.engine.request import RequestRecord
+from anycore.models import companions, families
+from anycore.models.source import Source
+from anycore.server.app import create_app
+from anycore.server.metrics import Metrics
+
+ROOT = Path(__file__).parent.parent
+PART = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+SAMPLING = "sampling (default: the model's own)"
+SHARED = ("model", "server", SAMPLING)
+"""Groups of flags that several commands have, listed once."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only say what is out of date")
+    check = parser.parse_args().check
+    stale = {path: text for path in pages() if (text := fresh(path)) != path.read_text(encoding="utf-8")}
+    for path, text in stale.items():
+        print(path.relative_to(ROOT), "is out of date" if check else "written")
+        if not check:
+            path.write_text(text, encoding="utf-8")
+    if check and stale:
+        print("run ci/generate_docs.py")
+    return int(check and bool(stale))
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def fresh(path: Path) -> str:
+    """Return a page's text with its generated parts made anew."""
+    text = path.read_text(encoding="utf-8")
+    return PART.sub(lambda found: f"{found[1]}\n{PARTS[found[2]]()}\n\n{found[3]}", text)
+
+
+# --- the parts ---------------------------------------------------------------------------------------------------
+
+
+def commands() -> str:
+    """Every sub-command with its own flags; groups that several share are listed by `flags`."""
+    out = []
+    for name, summary in command.COMMANDS.items():
+        out.append(f"## anycore {name}")
+        if find_spec(f"anycore.cli.{name}") is None:  # answered by main itself
+            out.append(f"{summary[0].upper()}{summary[1:]}.")
+            continue
+        parser = command.parser_of(name)
+        description = inspect.cleandoc(parser.description or "")
+        groups = {group.title: group._group_actions for group in parser._action_groups}
+        shared = [title for title in SHARED if groups.get(title)]
+        own = [a for title, actions in groups.items() if title not in SHARED for a in actions if a.dest != "help"]
+        out.append(f"{description}\n\n```\n{parser.usage}\n```")
+        out += [flag_table(own)] if own else []
+        links = [f"[{plain(title)}](#{plain(title)}-flags)" for title in shared]
+        out += [f"Also takes the {' and '.join(links)} flags."] if links else []
+    return "\n\n".join(out)
+
+
+def flags(name: str, title: str) -> Callable[[], str]:
+    """The flags of one shared group, from a command that has all of them."""
+
+    def part() -> str:
+        groups = {group.title: group._group_actions for group in command.parser_of(name)._action_groups}
+        return flag_table(groups[title])
+
+    return part
+
+
+def hooks() -> str:
+    """Every hook: its signature, what its docstring says, and the fields of what goes through it."""
+    out = []
+    for name, function in inspect.getmembers(hookspecs, inspect.isfunction):
+        if function.__module__ == hookspecs.__name__ and hasattr(function, "anycore_spec"):
+            signature = str(inspect.signature(function)).replace("'", "")
+            out.append(f"## {name}\n\n```python\ndef {name}{signature}: ...\n```\n\n{inspect.getdoc(function)}")
+    return "\n\n".join(out)
+
+
+def record_fields() -> str:
+    hints = inspect.get_annotations(RequestRecord)
+    rows = [(f"`{item.name}`", f"`{hints[item.name]}`") for item in msgspec.structs.fields(RequestRecord)]
+    return table(("field", "type"), rows)
+
+
+def spec_fields() -> str:
+    return table(("field", "type"), [(f"`{item.name}`", f"`{item.type}`") for item in fields(BackendSpec)])
+
+
+def environment() -> str:
+    return table(("variable", "meaning"), [(f"`{name}`", text) for name, text in ENVIRONMENT.items()])
+
+
+def features() -> str:
+    return table(("word", "meaning"), [(f"`{name}`", text) for name, text in FEATURES.items()])
+
+
+def metrics() -> str:
+    rows = []
+    for family in sorted(Metrics().registry.collect(), key=lambda family: family.name):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        rows.append((f"`{name}`", family.type, family.documentation))
+    return table(("series", "type", "meaning"), rows)
+
+
+def routes() -> str:
+    """Every route of the server, its aliases on one line."""
+    found: dict[str, list[str]] = {}
+    for path, methods in create_app(ServerConfig(), []).openapi()["paths"].items():
+        for method, operation in methods.items():
+            if method != "head":
+                text = operation.get("description") or operation["summary"]
+                found.setdefault(f"{method.upper()}|{operation.get('tags')}|{text}", []).append(path)
+    rows = []
+    for key, paths in found.items():
+        method, _, text = key.split("|", 2)
+        rows.append((method, ", ".join(f"`{path}`" for path in paths), " ".join(text.split())))
+    return table(("", "route", ""), rows)
+
+
+def matrix(*columns: str) -> Callable[[], str]:
+    """The capability matrix of the backends of the house; `columns` are fields of Support."""
+
+    def part() -> str:
+        rows = []
+        for spec in house().backends:
+            for row in spec.support:
+                rows.append([spec.name, *(cell(getattr(row, column)) for column in columns)])
+        return table(("backend", *(column.replace("_", " ") for column in columns)), rows)
+
+    return part
+
+
+def refusal() -> str:
+    """What a need that no row covers is answered with."""
+    need = Need(Task.GENERATE, "causal", "LlamaForCausalLM", "float16", head_dim=64)
+    return f"```text\n{explain(house().backend('cpu').support[:4], need)}\n```"
+
+
+def architectures() -> str:
+    """Every architecture: what `config.json` must name, and what a checkpoint without further files is served for."""
+    rows = []
+    for name in families.ARCHITECTURES:
+        source = Sample(name)
+        spec = companions.apply(families.read(source.config()), source, source.config())
+        pooling = spec.pooling.kind if spec.pooling else ""
+        score = spec.score.kind if spec.score else ""
+        tasks = cell(spec.tasks)
+        rows.append((f"`{name}`", spec.family, spec.attention, tasks, pooling, score))
+    heads = ("architecture", "class", "attention", "tasks, the first by default", "pooling without files", "score")
+    return table(heads, rows)
+
+
+class Sample(Source):
+    """A checkpoint that is nothing but a small config.json."""
+
+    def __init__(self, architecture: str) -> None:
+        super().__init__(architecture, ROOT)
+
+    def config(self) -> dict[str, Any]:
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4}
+        return {
+            "architectures": [self.name],
+            "vocab_size": 99,
+            "max_position_embeddings": 512,
+            "num_labels": 1,
+            **sizes,
+        }
+
+    def read_json(self, name: str) -> Any | None:
+        return None
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "commands": commands,
+    "model-flags": flags("serve", "model"),
+    "server-flags": flags("serve", "server"),
+    "sampling-flags": flags("chat", SAMPLING),
+    "hooks": hooks,
+    "record-fields": record_fields,
+    "spec-fields": spec_fields,
+    "environment": environment,
+    "features": features,
+    "metrics": metrics,
+    "routes": routes,
+    "matrix": matrix("tasks", "attention", "weights", "block_sizes", "features", "chips", "level", "note"),
+    "matrix-short": matrix("tasks", "attention", "weights", "chips", "level", "note"),
+    "refusal": refusal,
+    "architectures": architectures,
+}
+
+# --- Markdown ----------------------------------------------------------------------------------------------------
+
+
+def flag_table(actions: Iterable[argparse.Action]) -> str:
+    rows = []
+    for action in actions:
+        value = str(action.metavar) if action.metavar and action.nargs != 0 else ""
+        if action.option_strings:
+            value = f" `{value}`" if value else ""
+            name = ", ".join(f"`{spelling}`" for spelling in action.option_strings) + value
+        else:
+            name = f"`{value or action.dest}`"
+        rows.append((name, (action.help or "").replace("%%", "%")))
+    return table(("", ""), rows)
+
+
+def house() -> plugins.Plugins:
+    """The plugins of anycore itself, whatever else is installed."""
+    return plugins.load(environ={"ANYCORE_PLUGINS": ""})
+
+
+def cell(value: Any) -> str:
+    """Write a field of a support row."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    return ", ".join(map(cell, value)) or "any" if isinstance(value, tuple) else str(value)
+
+
+def table(head: tuple[str, ...], rows: Iterable[Iterable[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def plain(title: str) -> str:
+    """A group's title without its remark."""
+    return title.split(" (")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
