@@ -55,8 +55,8 @@ def test_every_flag_round_trips_in_each_spelling(pair: tuple[type[Any], Field[An
         return
     words, value = sample(config, item)
     for name in spellings(item):
-        assert given(parser.read(["m", name, *words]), config)[item.name] == value
-        assert given(parser.read(["m", f"{name}={words[0]}"]), config)[item.name] == value
+        assert given(parser.read([name, *words]), config)[item.name] == value
+        assert given(parser.read([f"{name}={words[0]}"]), config)[item.name] == value
     if item.name not in REFUSED:
         assert getattr(config(**{item.name: value}), item.name) == value
 
@@ -121,6 +121,7 @@ def test_a_model_may_be_named_by_flag() -> None:
         (["serve", "m", "--max-num-seqs", "many"], "argument --max-num-seqs:"),
         (["serve", "m", "--max-num-seqs"], "expected one argument"),
         (["serve", "m", "extra"], "unrecognized arguments: extra"),
+        (["serve", "m", "--model", "other"], "MODEL is given twice: other and m"),
         (["matrix", "--jsn"], "there is no flag --jsn; did you mean --json?"),
     ],
 )
@@ -222,3 +223,9 @@ def test_a_built_in_list_gives_the_model_for_the_task(opened: dict[str, Any]) ->
             pass
         assert (opened["model"], opened["task"]) == (config.model, config.task)
         assert opened["served_model_name"] == config.served_model_name
+
+
+def test_flags_may_stand_between_the_arguments() -> None:
+    options = parser_of("generate").read(["m", "--chat", "one", "--max-tokens", "3", "two", "--", "--three"])
+    assert (options.model, options.prompts, options.max_tokens) == ("m", ["one", "two", "--three"], 3)
+    assert given(parser_of("serve").read(["--port", "1", "m", "--strict"]), ModelConfig) == {"model": "m"}

@@ -100,7 +100,7 @@ def test_chat_answers_in_this_process(
         (["embed", "{t_ce}", "x"], 2, "cannot embed: this checkpoint can rerank"),
         (["embed", "{t_bert}", "x", "--backend", "nowhere"], 3, "there is no backend 'nowhere'; found: "),
         (["embed", "{t_bert}", "x", "--dtype", "float16", "--backend", "cpu"], 3, "float16"),
-        (["embed", "{t_bert}", "x", "--device", "8"], 3, "device 8 asked for, devices seen: 0"),
+        (["embed", "{t_bert}", "x", "--backend", "cpu", "--device", "8"], 3, "device 8 asked for, devices seen: 0"),
     ],
 )
 def test_what_cannot_be_done_is_one_message_and_an_exit_code(

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
             name = word.split("=", 1)[0]
             if word.startswith("--") and name not in self._option_string_actions:
                 self.error(f"there is no flag {name}{nearest(name, self._option_string_actions)}")
-        return self.parse_args(words)
+        return self.parse_intermixed_args(words)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n({self.prog} --help lists the flags)\n")
@@ -55,6 +55,16 @@ class Switch(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, not (option_string or "").startswith("--no-"))
+
+
+class Once(argparse.Action):
+    """A positional argument that a flag may give too, but not both with different values."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest, values)
+        if earlier != values:
+            parser.error(f"{self.metavar} is given twice: {earlier} and {values}")
+        setattr(namespace, self.dest, values)
 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, config: type[Any], skip: Iterable[str] = ()) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from anycore.cli.flags import Parser, add_flags
+from anycore.cli.flags import Once, Parser, add_flags
 from anycore.cli.progress import show_progress
 from anycore.cli.settings import gather
 from anycore.config import ModelConfig, ServerConfig, shown
@@ -23,6 +23,7 @@ def add_arguments(parser: Parser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
+        action=Once,
         default=argparse.SUPPRESS,
         help="demo, or a folder, GGUF file, hub id, modelscope:ID or pkg:NAME",
     )
