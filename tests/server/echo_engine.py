@@ -1,7 +1,8 @@
 """An engine that says its prompt: output is forced by what is asked, ends by EOS, and can be told to misbehave.
 
 `cache_salt` carries the orders: "tokens=3" gives three tokens a step; "logprob=-inf" gives that log-probability to
-each of them; "error=CODE" fails after the first step, "stuck" never ends, "wide" gives vectors that overflow.
+each of them; "error=CODE" fails after the first step, "stuck" never ends, "silent" never begins, "wide" gives vectors
+that overflow.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class EchoEngine:
         deltas = []
         for new, said in list(self._running.values()):
             orders = dict(order.partition("=")[::2] for order in (new.cache_salt or "").split(","))
+            if "silent" in orders:
+                continue
             made = self._vector(new, orders) if new.task is not Task.GENERATE else self._say(new, said, orders)
             deltas += made
             if made[0].finish is not None:

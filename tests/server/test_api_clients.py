@@ -111,7 +111,7 @@ def test_a_fuzzer_finds_no_crash_and_no_undocumented_answer(api: httpx.Client, e
     operation = schemathesis.openapi.from_url(f"{url}/openapi.json")[path]["POST"]
 
     @given(operation.as_strategy())
-    @settings(max_examples=20, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=12, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     def fuzz(case: Any) -> None:
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), (str, type(None))):
             case.body["model"] = model  # what lies behind an unknown model is seen by nobody

@@ -122,20 +122,17 @@ def test_o09_names(api: httpx.Client) -> None:
 )
 def test_o02_absurd_values_are_refused_at_once(api: httpx.Client, body: dict[str, Any], param: str) -> None:
     content = json.dumps({"model": "lm", "prompt": "a", **body})
-    fastest = 1.0
-    for _ in range(3):  # the machine may be busy with something else
-        began = time.perf_counter()
-        response = raw(api, COMPLETIONS, content)
-        fastest = min(fastest, time.perf_counter() - began)
-        error_of(response, 400, param)
-    assert fastest < 0.1
+    began = time.process_time()  # client, server and engine are this process; the machine may be busy with others
+    response = raw(api, COMPLETIONS, content)
+    assert time.process_time() - began < 0.1
+    error_of(response, 400, param)
 
 
 def test_o02_deep_and_large_bodies(api: httpx.Client) -> None:
     deep = "[" * 100_000 + "]" * 100_000
     error_of(raw(api, CHAT, f'{{"model": "lm", "messages": {deep}}}'), 400)
     error_of(
-        raw(api, CHAT, json.dumps({**GREEDY, "chat_template_kwargs": {"a": json.loads("[" * 60 + "]" * 60)}})), 400
+        raw(api, CHAT, json.dumps({**GREEDY, "chat_template_kwargs": {"a": json.loads("[" * 150 + "]" * 150)}})), 400
     )
     error_of(raw(api, CHAT, json.dumps({**GREEDY, "x": "x" * 33 * 2**20})), 413)
     many = {f"h{i}": "x" for i in range(1000)}
@@ -148,3 +145,16 @@ def test_deadlines(api: httpx.Client) -> None:
     ok(api.post(CHAT, json=GREEDY, headers={"x-request-timeout": "30"}))
     for wrong in ("soon", "0", "-1", "nan", "inf", ""):
         error_of(api.post(CHAT, json=GREEDY, headers={"x-request-timeout": wrong}), 400, "x-request-timeout")
+
+
+def test_o06_prompts_are_logged_only_when_asked_for(
+    api: httpx.Client, t_lm: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    marked = {**GREEDY, "messages": [{"role": "user", "content": "MARKER"}]}
+    ok(api.post(CHAT, json=marked))
+    error_of(api.post(CHAT, json={**marked, "temperature": "MARKER"}), 400)
+    assert "MARKER" not in caplog.text
+    with serve_here(served(t_lm, "lm"), log_prompts=True) as live:
+        ok(live.post(CHAT, marked))
+    assert "MARKER" in caplog.text

@@ -12,13 +12,14 @@ from fastapi.responses import Response
 
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest, Unsupported
-from anycore.server.door import State, admit, deadline_of, reply_id
+from anycore.server.bodies import JsonRoute
+from anycore.server.door import Deadline, State, admit, reply_id
 from anycore.server.generation import Chunk, Generation, Prompt, settings_of
 from anycore.server.logprobs import LogprobFormat
 from anycore.server.prompts import chat_options, cut_options
 from anycore.server.protocol import responses
-from anycore.server.protocol_generate import (
-    ChatBody,
+from anycore.server.protocol_generate import ChatBody
+from anycore.server.protocol_replies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -30,11 +31,11 @@ from anycore.server.sampling import asked_tokens, check_body, sampling_of
 from anycore.server.sse import DONE, EventStream, event, first_of, json_response, unless_gone
 from anycore.server.state import ServedModel
 
-router = APIRouter(tags=["generate"])
+router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=responses(ChatCompletion, stream=True))
-async def chat_completions(request: Request, body: ChatBody, state: State) -> Response:
+async def chat_completions(request: Request, body: ChatBody, state: State, deadline: Deadline) -> Response:
     """Answer a conversation; with `stream`, as server-sent events whose data are `chat.completion.chunk` objects."""
     model = admit(state, body, body.model, Task.GENERATE)
     _check(body)
@@ -51,7 +52,7 @@ async def chat_completions(request: Request, body: ChatBody, state: State) -> Re
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    settings = settings_of("chat", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline_of(request))
+    settings = settings_of("chat", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline)
     generation = Generation(
         model,
         [Prompt(rendered.token_ids, rendered.text)],
@@ -59,6 +60,7 @@ async def chat_completions(request: Request, body: ChatBody, state: State) -> Re
         settings,
         asked=asked is not None,
         interval=body.stream_interval,
+        loud=state.config.log_prompts,
     )
     reply = ChatReply(body, model, generation, reply_id(request, body.request_id))
     if body.stream:
@@ -116,7 +118,7 @@ class ChatReply:
         async for piece in chunks:
             if piece.finish is not None:
                 end = _part(piece.choice, {})
-                end["finish_reason"], end["stop_reason"] = piece.finish, piece.stop_reason  # type: ignore[typeddict-item]
+                end["finish_reason"], end["stop_reason"] = piece.finish, piece.stop_reason
                 yield event(self._chunk([end]))
             elif piece.text or self._body.logprobs or self._body.return_token_ids:
                 part = _part(piece.choice, {"content": piece.text})
@@ -134,7 +136,7 @@ class ChatReply:
             "index": chunk.choice,
             "message": {"role": "assistant", "content": self._echo + chunk.text, "refusal": None},
             "logprobs": self._logprobs(chunk),
-            "finish_reason": chunk.finish,  # type: ignore[typeddict-item]
+            "finish_reason": chunk.finish or "abort",  # a choice without an end was cut off
             "stop_reason": chunk.stop_reason,
         }
         if self._body.return_token_ids:

@@ -10,23 +10,25 @@ from fastapi.responses import Response
 
 from anycore.contract.declare import Task
 from anycore.errors import Unsupported
-from anycore.server.door import State, admit, deadline_of, offload, reply_id
+from anycore.server.bodies import JsonRoute
+from anycore.server.door import Deadline, State, admit, offload, reply_id
 from anycore.server.generation import Chunk, Generation, Prompt, settings_of
 from anycore.server.logprobs import LogprobFormat, joined
 from anycore.server.prompts import cut_options
 from anycore.server.protocol import responses
-from anycore.server.protocol_generate import Completion, CompletionBody, CompletionChoice
+from anycore.server.protocol_generate import CompletionBody
+from anycore.server.protocol_replies import Completion, CompletionChoice
 from anycore.server.sampling import asked_tokens, check_body, sampling_of
 from anycore.server.sse import DONE, EventStream, event, first_of, json_response, unless_gone
 from anycore.server.state import ServedModel
 
-router = APIRouter(tags=["generate"])
+router = APIRouter(tags=["generate"], route_class=JsonRoute)
 
 DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
 
 
 @router.post("/v1/completions", response_model=None, responses=responses(Completion, stream=True))
-async def completions(request: Request, body: CompletionBody, state: State) -> Response:
+async def completions(request: Request, body: CompletionBody, state: State, deadline: Deadline) -> Response:
     """Continue one or several prompts; with `stream`, as server-sent events of the same object."""
     model = admit(state, body, body.model, Task.GENERATE)
     _check(body)
@@ -43,8 +45,16 @@ async def completions(request: Request, body: CompletionBody, state: State) -> R
     )
     size = sum(len(item) for item in body.prompt)
     prompts = await offload(size, _render, body, model)
-    settings = settings_of("text", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline_of(request))
-    generation = Generation(model, prompts, sampling, settings, asked=asked is not None, interval=body.stream_interval)
+    settings = settings_of("text", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline)
+    generation = Generation(
+        model,
+        prompts,
+        sampling,
+        settings,
+        asked=asked is not None,
+        interval=body.stream_interval,
+        loud=state.config.log_prompts,
+    )
     reply = CompletionReply(body, model, generation, reply_id(request, body.request_id))
     if body.stream:
         return EventStream(reply.events(await first_of(request, generation.chunks())))
@@ -128,7 +138,7 @@ class CompletionReply:
             "index": chunk.choice,
             "text": (echoed.text if echoed else "") + chunk.text,
             "logprobs": None,
-            "finish_reason": chunk.finish,  # type: ignore[typeddict-item]
+            "finish_reason": chunk.finish,
         }
         if body.logprobs is not None:
             written = self._format.completion(chunk.logprobs, chunk.token_ids, start, body.logprobs)

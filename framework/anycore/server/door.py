@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest, Unsupported
@@ -20,7 +20,6 @@ T = TypeVar("T")
 State = Annotated[ServerState, Depends(state_of)]
 log = logging.getLogger(__name__)
 
-TIMEOUT_HEADER = "x-request-timeout"  # seconds from arrival in the engine until the request is given up
 SHORT = 4096  # characters that are tokenised at once; longer text is taken off the event loop
 
 
@@ -62,22 +61,31 @@ async def offload(size: int, function: Callable[..., T], *args: Any, **options: 
     return await asyncio.to_thread(function, *args, **options)
 
 
-def deadline_of(request: Request) -> float | None:
+async def deadline_of(
+    x_request_timeout: Annotated[
+        str | None, Header(description="seconds from arrival in the engine until the request is given up with 504")
+    ] = None,
+) -> float | None:
     """Read the header `x-request-timeout`.
 
     Raises:
         BadRequest: it is not a number of seconds above 0.
     """
-    value = request.headers.get(TIMEOUT_HEADER)
-    if value is None:
+    if x_request_timeout is None:
         return None
     try:
-        seconds = float(value)
+        seconds = float(x_request_timeout)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise BadRequest(f"header {TIMEOUT_HEADER} must be seconds above 0, not {value[:40]!r}", param=TIMEOUT_HEADER)
+        raise BadRequest(
+            f"header x-request-timeout must be seconds above 0, not {x_request_timeout[:40]!r}",
+            param="x-request-timeout",
+        )
     return seconds
+
+
+Deadline = Annotated[float | None, Depends(deadline_of)]
 
 
 def reply_id(request: Request, wanted: str | None) -> str:

@@ -5,6 +5,7 @@ A chunk holds text together with exactly the tokens that it took, so no view of 
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -17,10 +18,13 @@ from anycore.engine.request import Delta, FinishReason, NewRequest, SamplingPara
 from anycore.errors import ContextLengthExceeded
 from anycore.server.merge import merge
 from anycore.server.protocol import Usage, usage
+from anycore.server.protocol_replies import Finish
 from anycore.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from anycore.server.state import ServedModel
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +43,15 @@ class Chunk:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one a token, if asked for
-    finish: str | None = None
+    finish: Finish | None = None
     stop_reason: int | str | None = None
 
-    def extend(self, other: Chunk) -> None:
-        """Append a later piece of the same choice."""
-        self.text += other.text
-        self.token_ids += other.token_ids
-        self.logprobs += other.logprobs
-        self.finish, self.stop_reason = other.finish, other.stop_reason
+
+REASONS: dict[FinishReason, Finish] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
 
 
 class Generation:
@@ -57,6 +61,7 @@ class Generation:
         settings: the engine's view of a request, without its tokens and limits: priority, salt, deadline.
         asked: whether sampling.max_tokens comes from the request; a default is cut to what fits.
         interval: tokens gathered before a chunk is handed on.
+        loud: whether prompts and outputs go to the log.
     """
 
     def __init__(
@@ -68,15 +73,16 @@ class Generation:
         *,
         asked: bool,
         interval: int = 1,
+        loud: bool = False,
     ) -> None:
         self.prompts = prompts
         self.count = len(prompts) * sampling.n
         self._n = sampling.n
-        self.prompt_logprobs: list[list[TokenLogprob | None]] = [
-            [] for _ in prompts
-        ]  # there before a prompt's first chunk
+        # Filled before a prompt's first chunk, if they were asked for.
+        self.prompt_logprobs: list[list[TokenLogprob | None]] = [[] for _ in prompts]
         self._model = model
         self._interval = interval
+        self._loud = loud
         self._cached = [0] * len(prompts)
         self._generated = 0
         self._requests = [
@@ -99,16 +105,24 @@ class Generation:
         Raises:
             AnycoreError: as the engine says.
         """
-        async for chunk in merge(
-            [self._one(i) for i in range(len(self._requests))], max(1, self._model.window // self._n)
-        ):
+        sources = [self._one(i) for i in range(len(self._requests))]
+        async for chunk in merge(sources, max(1, self._model.window // self._n)):
+            if self._loud:
+                log.info("%s choice %d: %r %s", self._requests[0].id, chunk.choice, chunk.text, chunk.finish or "")
             yield chunk
 
     async def whole(self) -> list[Chunk]:
         """Return every choice as one chunk, in order."""
         found = [Chunk(i) for i in range(self.count)]
+        texts: list[list[str]] = [[] for _ in found]
         async for chunk in self.chunks():
-            found[chunk.choice].extend(chunk)
+            choice = found[chunk.choice]
+            texts[chunk.choice].append(chunk.text)
+            choice.token_ids += chunk.token_ids
+            choice.logprobs += chunk.logprobs
+            choice.finish, choice.stop_reason = chunk.finish, chunk.stop_reason
+        for choice, parts in zip(found, texts, strict=True):
+            choice.text = "".join(parts)
         return found
 
     async def _one(self, which: int) -> AsyncIterator[Chunk]:
@@ -116,6 +130,8 @@ class Generation:
         request = self._requests[which]
         sampling = request.sampling
         assert sampling is not None
+        if self._loud:
+            log.info("%s prompt: %r", request.id, self.prompts[which].text or request.token_ids)
         texts = [Detokenizer(self._model.renderer.tokenizer, sampling, request.token_ids) for _ in range(sampling.n)]
         pending = [Chunk(which * sampling.n + i) for i in range(sampling.n)]
         async with self._model.client.submit(request) as stream:
@@ -142,10 +158,10 @@ class Generation:
         chunk.logprobs += (delta.logprobs or [])[: piece.tokens]
         self._generated += piece.tokens
         if piece.stop is not None:
-            chunk.finish, chunk.stop_reason = FinishReason.STOP.value, piece.stop
+            chunk.finish, chunk.stop_reason = "stop", piece.stop
             return delta.finish is None
         if delta.finish is not None:
-            chunk.finish, chunk.stop_reason = delta.finish.value, delta.stop_reason
+            chunk.finish, chunk.stop_reason = REASONS[delta.finish], delta.stop_reason
         return False
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from anycore.engine.request import TokenLogprob
 from anycore.errors import NonFiniteOutput
-from anycore.server.protocol_generate import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TopLogprob
+from anycore.server.protocol_replies import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TopLogprob
 from anycore.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # what the OpenAI API writes for "very unlikely"; JSON has no infinity

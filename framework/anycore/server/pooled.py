@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from anycore.server.state import ServedModel
     from anycore.text.render import Rendered
 
+log = logging.getLogger(__name__)
+
 
 async def pooled(
     model: ServedModel,
@@ -28,8 +31,10 @@ async def pooled(
     params: PoolingParams,
     body: PoolBody,
     deadline: float | None,
+    loud: bool,
 ) -> list[Delta]:
-    """Return the engine's answer to each rendered input; `names` say in errors which field an input came from.
+    """Return the engine's answer to each rendered input; `names` say in errors which field an input came from;
+    `loud` writes inputs to the log.
 
     Raises:
         NonFiniteOutput: naming the input.
@@ -43,6 +48,8 @@ async def pooled(
         request = msgspec.structs.replace(
             shared, id=f"{shared.id}-{i}", token_ids=each.token_ids, token_types=each.token_types, pooling=params
         )
+        if loud:
+            log.info("%s %s: %r", request.id, names[i], each.text or each.token_ids)
         sources.append(_one(model, request, i, names[i]))
     answers: dict[int, Delta] = {}
     async for i, delta in merge(sources, model.window):

@@ -6,7 +6,6 @@ that is sent is written out where it is made. Both feed the OpenAPI document.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
@@ -17,7 +16,6 @@ from typing_extensions import TypedDict
 from anycore.errors import BadRequest
 
 MAX_INPUTS = 2048  # prompts, inputs or documents in one request
-MAX_DEPTH = 32  # of JSON handed on to a chat template
 MAX_TOKEN_ID = 2**31 - 1  # what any vocabulary fits under; the model's own size is checked once it is known
 
 
@@ -28,11 +26,8 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _at_the_door(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        check_text(data)
-        return {key: value for key, value in data.items() if value is not None}
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -97,30 +92,6 @@ def responses(model: Any, *, stream: bool = False) -> dict[int | str, dict[str, 
     if stream:
         answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
     return {200: answer, **documented}
-
-
-def check_text(value: Any, path: str = "", depth: int = 0) -> None:
-    """Refuse JSON that nests too deep or holds text that is not Unicode (a lone surrogate, written as an escape).
-
-    Raises:
-        BadRequest: naming the path.
-    """
-    if depth > MAX_DEPTH:
-        raise BadRequest(f"the body nests deeper than {MAX_DEPTH} levels", param=re.split(r"[.\[]", path)[0])
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            path = path.encode(errors="replace").decode()
-            raise BadRequest(f"{path} is not valid Unicode: it holds a lone surrogate", param=path) from None
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            check_text(key, path or "a key", depth)
-            check_text(item, f"{path}.{key}" if path else key, depth + 1)
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            if isinstance(item, (str, dict, list)):  # long lists of token ids pass quickly
-                check_text(item, f"{path}[{i}]", depth + 1)
 
 
 def inputs(value: Any, name: str, *, allow_empty_text: bool = False) -> list[str | list[int]]:

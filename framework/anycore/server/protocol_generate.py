@@ -1,4 +1,4 @@
-"""Bodies and replies of /v1/chat/completions and /v1/completions."""
+"""Bodies of /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import WithJsonSchema
-from typing_extensions import NotRequired, TypedDict
 
 from anycore.engine.request import (
     MAX_LOGIT_BIAS,
@@ -21,7 +20,6 @@ from anycore.server.protocol import (
     MAX_INPUTS,
     MAX_TOKEN_ID,
     Body,
-    Usage,
     input_schema,
     inputs,
 )
@@ -188,113 +186,3 @@ class CompletionBody(GenerateBody):
     best_of: int | None = Field(None, ge=1, le=20)
     echo: bool = False
     add_special_tokens: bool = True
-
-
-class TopLogprob(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ContentLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(TypedDict):
-    content: list[ContentLogprob]
-    refusal: None
-
-
-class PromptLogprob(TypedDict):
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-FinishReason = Literal["stop", "length", "abort"]
-
-
-class ChatMessage(TypedDict):
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class ChatChoice(TypedDict):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    token_ids: NotRequired[list[int]]
-
-
-class ChatCompletion(TypedDict):
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: None
-    prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_text: NotRequired[str]
-
-
-class ChatDelta(TypedDict):
-    role: NotRequired[Literal["assistant"]]
-    content: NotRequired[str]
-
-
-class ChatChunkChoice(TypedDict):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: NotRequired[int | str | None]
-    token_ids: NotRequired[list[int]]
-
-
-class ChatChunk(TypedDict):
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    system_fingerprint: None
-    usage: NotRequired[Usage | None]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_text: NotRequired[str]
-
-
-class CompletionLogprobs(TypedDict):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(TypedDict):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: NotRequired[int | str | None]
-    token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_text: NotRequired[str]
-
-
-class Completion(TypedDict):
-    """A whole answer or, with `stream`, one chunk of it."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    system_fingerprint: None
-    usage: NotRequired[Usage | None]

@@ -10,13 +10,14 @@ from fastapi.responses import Response
 
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest
+from anycore.server.bodies import JsonRoute
 from anycore.server.door import State, admit, offload
 from anycore.server.prompts import chat_options
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import DetokenizeBody, Text, TokenizeBody, Tokens
 from anycore.server.sse import json_response
 
-router = APIRouter(tags=["tokens"])
+router = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
 
 @router.post("/tokenize", response_model=None, responses=responses(Tokens))
