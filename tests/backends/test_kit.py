@@ -1,0 +1,283 @@
+"""The conformance kit must catch what kernel authors get wrong. Each mutant is the contract's default with one mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anycore.contract import checks, reference, sampling
+from anycore.contract.backend import Backend, KVSpec, Memory
+from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.checks import AttentionCase
+from anycore.contract.ops import Ops
+from anycore_cpu.memory import CpuMemory
+
+PAGED = AttentionCase("float32", 16, causal=True, block_size=4, seed=1)
+PACKED = AttentionCase("float32", 16, causal=True, seed=1)
+FULL = replace(PACKED, causal=False)
+WINDOW = replace(PAGED, window=5)
+SOFTCAP = replace(PAGED, softcap=3.0)
+
+
+def backend_of(ops: Ops, memory: Memory | None = None) -> Backend:
+    return Backend(torch.device("cpu"), memory or CpuMemory(), ops)
+
+
+class DefaultOps(Ops):
+    """The default, with the attention of one request as a method that mutants replace."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int | None, softcap: float | None
+    ) -> Tensor:
+        return reference.attend(q, k, v, scale, causal, window, softcap)
+
+    def places(self, batch: Batch, i: int) -> Tensor:
+        """Slots of a request's tokens."""
+        assert batch.block_tables is not None
+        positions = torch.arange(batch.seq_lens[i])
+        return batch.block_tables[i, positions // batch.block_size].long() * batch.block_size + (
+            positions % batch.block_size
+        )
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if cache is not None:
+            reference.store(k, v, cache, batch)
+        out = torch.empty_like(q)
+        for i, (start, rows) in enumerate(zip(batch.query_starts, batch.query_lens, strict=False)):
+            own = slice(start, start + rows)
+            keys, values = k[own], v[own]
+            if cache is not None:
+                keys, values = (side.flatten(0, 1)[self.places(batch, i)] for side in cache)
+            out[own] = self.attend(q[own], keys, values, scale, batch.causal, window, softcap)
+        return out
+
+
+class WrongCausalOffset(DefaultOps):
+    """Row t of a chunk sees t + 1 keys, whatever came before the chunk."""
+
+    def attend(self, q, k, v, scale, causal, window, softcap):  # type: ignore[no-untyped-def]
+        rows = len(q)
+        parts = [
+            super(WrongCausalOffset, self).attend(q[t : t + 1], k[: t + 1], v[: t + 1], scale, causal, window, softcap)
+            for t in range(rows)
+        ]
+        return torch.cat(parts)
+
+
+class WindowOffByOne(DefaultOps):
+    def attend(self, q, k, v, scale, causal, window, softcap):  # type: ignore[no-untyped-def]
+        return super().attend(q, k, v, scale, causal, window and window + 1, softcap)
+
+
+class SwappedHeads(DefaultOps):
+    """Query head h reads KV head h modulo Hkv instead of h divided by the group."""
+
+    def attend(self, q, k, v, scale, causal, window, softcap):  # type: ignore[no-untyped-def]
+        group = q.shape[1] // k.shape[1]
+        return super().attend(q, k.repeat(1, group, 1), v.repeat(1, group, 1), scale, causal, window, softcap)
+
+
+class IgnoredScale(DefaultOps):
+    def attend(self, q, k, v, scale, causal, window, softcap):  # type: ignore[no-untyped-def]
+        return super().attend(q, k, v, q.shape[-1] ** -0.5, causal, window, softcap)
+
+
+class IgnoredSoftcap(DefaultOps):
+    def attend(self, q, k, v, scale, causal, window, softcap):  # type: ignore[no-untyped-def]
+        return super().attend(q, k, v, scale, causal, window, None)
+
+
+class AlwaysCausal(DefaultOps):
+    def attend(self, q, k, v, scale, causal, window, softcap):  # type: ignore[no-untyped-def]
+        return super().attend(q, k, v, scale, True, window, softcap)
+
+
+class IgnoredBlockTable(DefaultOps):
+    """Takes a request's blocks for neighbours in memory."""
+
+    def places(self, batch: Batch, i: int) -> Tensor:
+        assert batch.block_tables is not None
+        return int(batch.block_tables[i, 0]) * batch.block_size + torch.arange(batch.seq_lens[i])
+
+
+class StaleTail(DefaultOps):
+    """Reads whole blocks and masks the scores only: a weight of 0 meets what an earlier owner left in the values."""
+
+    def attention(self, q, k, v, cache, batch, *others):  # type: ignore[no-untyped-def]
+        out = super().attention(q, k, v, cache, batch, *others)
+        for i, (start, rows) in enumerate(zip(batch.query_starts, batch.query_lens, strict=False)):
+            last = self.places(batch, i)[-1] // batch.block_size
+            filled = (batch.seq_lens[i] - 1) % batch.block_size + 1
+            out[start : start + rows] += 0.0 * cache[1][last, filled:].sum()
+        return out
+
+
+class OverwritesQuery(DefaultOps):
+    def attention(self, q, *others):  # type: ignore[no-untyped-def]
+        out = super().attention(q, *others)
+        q.copy_(out)
+        return out
+
+
+class DependsOnMates(DefaultOps):
+    """A little of the batch's mean leaks into every row, as a wrong shared scale would do."""
+
+    def attention(self, q, *others):  # type: ignore[no-untyped-def]
+        out = super().attention(q, *others)
+        return out + 1e-5 * out.mean()
+
+
+ATTENTION = [
+    (WrongCausalOffset, PAGED),
+    (WindowOffByOne, WINDOW),
+    (WindowOffByOne, replace(WINDOW, block_size=16)),
+    (SwappedHeads, PAGED),
+    (SwappedHeads, PACKED),
+    (IgnoredScale, PAGED),
+    (IgnoredScale, FULL),
+    (IgnoredSoftcap, SOFTCAP),
+    (AlwaysCausal, FULL),
+    (IgnoredBlockTable, PAGED),
+    (StaleTail, PAGED),
+    (OverwritesQuery, PACKED),
+]
+
+
+@pytest.mark.parametrize(("mutant", "case"), ATTENTION, ids=lambda x: getattr(x, "__name__", ""))
+def test_kit_catches_wrong_attention(mutant: type[Ops], case: AttentionCase) -> None:
+    check = checks.check_paged_attention if case.block_size else checks.check_packed_attention
+    check(backend_of(DefaultOps()), case)
+    with pytest.raises(AssertionError):
+        check(backend_of(mutant()), case)
+
+
+def test_kit_catches_results_that_depend_on_batch_mates() -> None:
+    checks.check_company(backend_of(DefaultOps()), PACKED)
+    with pytest.raises(AssertionError, match="batch mates"):
+        checks.check_company(backend_of(DependsOnMates()), PACKED)
+
+
+def mutated(**methods: Callable[..., Any]) -> Ops:
+    """The default operations with some methods replaced; each takes the default Ops first."""
+    ops = Ops()
+    for name, method in methods.items():
+        setattr(ops, name, MethodType(method, Ops()))
+    return ops
+
+
+def no_bias(ops: Ops, x: Tensor, handle: Tensor, bias: Tensor | None = None) -> Tensor:
+    return ops.linear(x, handle)
+
+
+def shared_mean(ops: Ops, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Any:
+    total = x if residual is None else x + residual
+    return total / (total.pow(2).mean() + eps).sqrt() * weight, total
+
+
+def forgets_residual(ops: Ops, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Any:
+    return ops.rms_norm(x, weight, eps, residual)[0], x
+
+
+def normed_in_place(ops: Ops, x: Tensor, weight: Tensor, bias: Tensor, eps: float, residual: Any = None) -> Any:
+    normed, total = ops.layer_norm(x, weight, bias, eps, residual)
+    x.zero_()
+    return normed, total.clone()
+
+
+def neighbour_pairs(ops: Ops, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    def turn(x: Tensor) -> Tensor:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        c, s = cos[:, None], sin[:, None]
+        return torch.stack((even * c - odd * s, odd * c + even * s), dim=-1).flatten(-2)
+
+    return turn(q), turn(k)
+
+
+def halves_swapped(ops: Ops, x: Tensor, kind: str) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return gate * ops.activation(up, kind)
+
+
+def rough_gelu(ops: Ops, x: Tensor, kind: str) -> Tensor:
+    return ops.activation(x, "gelu_tanh" if kind == "gelu" else kind)
+
+
+OPERATIONS: list[tuple[Ops, Callable[[Backend], None]]] = [
+    (mutated(linear=no_bias), lambda backend: checks.check_linear(backend, "float32", 3, (8, 16), True)),
+    (mutated(rms_norm=shared_mean), lambda backend: checks.check_norms(backend, "float32", 5, 48, False)),
+    (mutated(rms_norm=forgets_residual), lambda backend: checks.check_norms(backend, "float32", 5, 48, True)),
+    (mutated(layer_norm=normed_in_place), lambda backend: checks.check_norms(backend, "float32", 5, 48, False)),
+    (mutated(rotary=neighbour_pairs), lambda backend: checks.check_rotary(backend, "float32", 5, 4, 2, 16)),
+    (mutated(gated=halves_swapped), lambda backend: checks.check_gated(backend, "float32", "silu", 3, 8)),
+    (mutated(activation=rough_gelu), lambda backend: checks.check_gated(backend, "float32", "gelu", 3, 8)),
+]
+
+
+@pytest.mark.parametrize(("ops", "check"), OPERATIONS)
+def test_kit_catches_wrong_operations(ops: Ops, check: Callable[[Backend], None]) -> None:
+    check(backend_of(Ops()))
+    with pytest.raises(AssertionError):
+        check(backend_of(ops))
+
+
+def top_k_of(change: int) -> Callable[..., Samples]:
+    def sample(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
+        top_k = params.top_k
+        return sampling.sample(logits, params if top_k is None else replace(params, top_k=top_k + change))
+
+    return sample
+
+
+def never_broken(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
+    samples = sampling.sample(logits, params)
+    return replace(samples, finite=torch.ones_like(samples.finite))
+
+
+def forgets_bans(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
+    return sampling.sample(logits, replace(params, banned=None))
+
+
+@pytest.mark.parametrize("sample", [top_k_of(1), never_broken, forgets_bans])
+def test_kit_catches_wrong_sampling(sample: Callable[..., Samples]) -> None:
+    checks.check_sampling(backend_of(Ops()))
+    with pytest.raises(AssertionError):
+        checks.check_sampling(backend_of(mutated(sample=sample)))
+
+
+class TooFewHandles(CpuMemory):
+    def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
+        return super().allocate_kv(kv, blocks)[1:]
+
+
+class BlocksTooSmall(CpuMemory):
+    def block_bytes(self, kv: KVSpec) -> int:
+        return super().block_bytes(kv) // 2
+
+
+class MoreFreeThanThereIs(CpuMemory):
+    def free(self) -> int:
+        return self.total() + 1
+
+
+@pytest.mark.parametrize("memory", [TooFewHandles, BlocksTooSmall, MoreFreeThanThereIs])
+def test_kit_catches_wrong_memory(memory: type[CpuMemory]) -> None:
+    kv = KVSpec(3, 2, 16, 4, "float32")
+    checks.check_memory(backend_of(Ops()), kv, blocks=5)
+    with pytest.raises(AssertionError):
+        checks.check_memory(backend_of(Ops(), memory()), kv, blocks=5)
