@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,11 @@ from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import Ops
 from anycore.contract.sizes import KVSpec, Limits
 
-__all__ = ["Backend", "KVSpec", "Limits", "Memory", "Peak", "StepFn", "StepOutput"]
+__all__ = ["Backend", "Download", "KVSpec", "Limits", "Memory", "Peak", "StepFn", "StepOutput"]
+
+
+Download = Callable[[], "list[Tensor]"]
+"""Waits for a transfer to the host and returns what it brought."""
 
 
 @dataclass
@@ -59,6 +63,17 @@ class Memory:
     def upload(self, host: Tensor) -> Tensor:
         """Copy a host tensor to the device. May return before the copy ends; `host` must not be written again."""
         return host.to(self.device, non_blocking=True)
+
+    def upload_all(self, hosts: Sequence[Tensor]) -> list[Tensor]:
+        """`upload` of several small tensors, which a backend may make one transfer."""
+        return [self.upload(host) for host in hosts]
+
+    def download(self, tensors: Sequence[Tensor]) -> Download:
+        """Begin to copy tensors to the host; what is returned waits for these copies only and gives them.
+
+        Work that is launched afterwards is not waited for.
+        """
+        return lambda: [tensor.cpu() for tensor in tensors]
 
 
 @dataclass

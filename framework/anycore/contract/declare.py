@@ -114,6 +114,7 @@ class BackendSpec:
     open: Callable[[int], Backend]  # device index -> live backend
     priority: int = 0  # --backend auto takes the highest that is available and supports the need
     memory_utilization: float = 0.9  # default share of the device's memory
+    batched_tokens: int | None = None  # default rows of a step; None leaves it to the engine
     distribution: str = ""  # filled in by the plugin manager: "name version" it came from
 
 

@@ -15,6 +15,9 @@ from anycore.contract import reference, sampling
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.weights import Weight
 
+HeadNorms = tuple[Tensor, Tensor, float]
+"""Weights [D] of the norms of query and key heads, and their epsilon."""
+
 
 class Ops:
     """Default operations for any torch device. A backend overrides what it can do faster."""
@@ -47,6 +50,31 @@ class Ops:
             return reference.packed_attention(q, k, v, batch, scale, window, softcap)
         reference.store(k, v, cache, batch)
         return reference.paged_attention(q, cache, batch, scale, window, softcap)
+
+    def self_attention(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        norms: HeadNorms | None,
+        angles: tuple[Tensor, Tensor] | None,
+        cache: Any,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """What stands between the projection to qkv [T, Hq + 2 Hkv, D], which may be overwritten, and the way back.
+
+        The norms of q's and k's heads, their rotation by angles (cos, sin), then `attention`: one call, so that a
+        backend may do it in few passes over memory.
+        """
+        q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+        if norms is not None:
+            q, k = self.rms_norm(q, norms[0], norms[2])[0], self.rms_norm(k, norms[1], norms[2])[0]
+        if angles is not None:
+            q, k = self.rotary(q, k, *angles)
+        return self.attention(q, k, v, cache, batch, scale, window, softcap)
 
     def pack(self, weight: Weight) -> Any:
         """Turn a weight [O, I] into the handle `linear` takes. Called once at load; `weight` may then be freed."""

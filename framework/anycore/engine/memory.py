@@ -49,6 +49,7 @@ class Wish:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    batched_tokens: int | None = None  # the backend's default for it
     kv_cache_memory: int | None = None
 
 
@@ -158,7 +159,8 @@ def size(count: int) -> str:
 def _batched_tokens(wish: Wish, longest: int) -> int:
     """Rows of a step. Where prompts cannot be split, the longest one has to fit."""
     if wish.max_num_batched_tokens is None:
-        return MAX_NUM_BATCHED_TOKENS if wish.paged else max(MAX_NUM_BATCHED_TOKENS, longest)
+        rows = wish.batched_tokens or MAX_NUM_BATCHED_TOKENS
+        return rows if wish.paged else max(rows, longest)
     if not wish.paged and wish.max_num_batched_tokens < longest:
         raise ConfigError(
             f"--max-num-batched-tokens {wish.max_num_batched_tokens} is less than --max-model-len {longest}: this "

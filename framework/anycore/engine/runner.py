@@ -6,14 +6,14 @@ takes its id from the samples of the step before, on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anycore.contract.backend import Backend, Limits, StepOutput
+from anycore.contract.backend import Backend, Download, Limits, StepOutput
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.declare import Task
 from anycore.contract.sampling import report
@@ -21,6 +21,7 @@ from anycore.engine.pooling import pool
 from anycore.engine.request import Request, TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.scheduler import Entry, Step
+from anycore.engine.tables import BlockTables
 from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
 
@@ -51,11 +52,12 @@ class Wanted:
 
 @dataclass
 class Launched:
-    """A step under way."""
+    """A step under way. `arrive` waits for its samples' tensors, then the pooled values, on the host."""
 
     step: Step
     wanted: Wanted
     output: StepOutput
+    arrive: Download
 
 
 @dataclass
@@ -79,10 +81,12 @@ class Runner:
         self.task = task
         self.limits = limits
         self.kv = kv
-        self.sampler = Sampler(model.spec.vocab_size, backend.device)
+        self.sampler = Sampler(model.spec.vocab_size, backend.device, backend.memory)
+        self.tables = BlockTables(limits)
         self._rows = wanted_rows(model.spec, task)
         self._step = backend.optimize(self._run, limits)
-        self._last: Launched | None = None
+        self._last: Samples | None = None
+        self._places: dict[int, int] = {}  # id(request) -> its row in `_last`
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -92,21 +96,33 @@ class Runner:
         batch.plan = self.backend.ops.plan(batch)
         sampling = self.sampler.prepare(wanted.sampled) if wanted.sampled else None
         output = self._step(batch, sampling)
+        leaving: list[Tensor] = []
         if output.samples is not None:
             self.sampler.observe(wanted.sampled, output.samples)
-        self._last = Launched(step, wanted, output)
-        return self._last
+            leaving += _tensors(output.samples)
+        if wanted.pooled:
+            leaving.append(self._pooled(output.rows, wanted.pooled))
+        self._last = output.samples
+        self._places = {id(request): row for row, request in enumerate(wanted.sampled)}
+        return Launched(step, wanted, output, self.backend.memory.download(leaving))
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> dict[int, Result]:
         """Wait for a step and return its results by `id(request)`."""
         results = {id(entry.request): Result() for entry in launched.step.entries}
+        arrived = launched.arrive()
         if launched.output.samples is not None:
-            self._collect_samples(launched.wanted.sampled, launched.output.samples, results)
+            self._collect_samples(
+                launched.wanted.sampled, Samples(*arrived[: len(arrived) - bool(launched.wanted.pooled)]), results
+            )
         if launched.wanted.prompt:
             self._collect_prompt(launched, results)
         if launched.wanted.pooled:
-            self._collect_pooled(launched, results)
+            vectors = arrived[-1].numpy()
+            finite = np.isfinite(vectors).all(axis=1).tolist()
+            for (request, _), vector, fine in zip(launched.wanted.pooled, vectors, finite, strict=True):
+                results[id(request)].vector = vector
+                results[id(request)].finite = fine
         return results
 
     def _run(self, batch: Batch, sampling: Sampling | None) -> StepOutput:
@@ -154,62 +170,59 @@ class Runner:
         return max(0, min(entry.rows, request.num_prompt - 1 - entry.start))
 
     def _batch(self, step: Step, output_rows: list[int]) -> Batch:
+        """Build the batch on the host, then send all of it at once."""
         entries = step.entries
         ids: list[int] = []
-        pending: list[tuple[int, int]] = []  # row, place in the last samples
+        waiting: list[int] = []  # rows whose token only the device has seen
+        places: list[int] = []  # their places in the last samples
         for entry in entries:
-            tokens = entry.request.tokens[entry.start : entry.start + entry.rows]
-            if len(tokens) < entry.rows:
-                pending.append((len(ids) + len(tokens), self._place(entry.request)))
-                tokens = [*tokens, 0]
-            ids += tokens
+            request, start, rows = entry.request, entry.start, entry.rows
+            tokens = request.tokens
+            if start + rows <= len(tokens):
+                ids += tokens[start : start + rows]
+                continue
+            ids += tokens[start : start + rows - 1]
+            waiting.append(len(ids))
+            places.append(self._places[id(request)])
+            ids.append(0)
         lens = np.array([entry.rows for entry in entries], dtype=np.int64)
         starts = np.array([entry.start for entry in entries], dtype=np.int64)
-        offsets = np.repeat(starts - (np.cumsum(lens) - lens), lens)
-        positions = np.arange(lens.sum(), dtype=np.int64) + offsets
-        batch = Batch(
-            input_ids=self._upload(np.array(ids, dtype=np.int64)),
-            positions=self._upload(positions),
-            query_lens=lens.tolist(),
-            context_lens=starts.tolist(),
-            output_rows=self._upload(np.array(output_rows, dtype=np.int64)),
-            causal=self.model.spec.attention == "causal",
-        )
-        if pending and self._last is not None and self._last.output.samples is not None:
-            rows, places = zip(*pending, strict=True)
-            sources = self._last.output.samples.ids[self._upload(np.array(places, dtype=np.int64))]
-            batch.input_ids.index_copy_(0, self._upload(np.array(rows, dtype=np.int64)), sources)
+        ends = np.cumsum(lens)
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lens), lens)
+        arrays = [
+            np.array(ids, dtype=np.int64),
+            positions,
+            np.array(output_rows, dtype=np.int64),
+            (starts + lens).astype(np.int32),
+            np.concatenate(([0], ends)).astype(np.int32),
+        ]
+        if waiting:
+            arrays += [np.array(waiting, dtype=np.int64), np.array(places, dtype=np.int64)]
         if self.model.spec.token_type_count:
             types = [t for entry in entries for t in entry.request.new.token_types or [0] * entry.rows]
-            batch.token_types = self._upload(np.array(types, dtype=np.int64))
+            arrays.append(np.array(types, dtype=np.int64))
         if self.kv is not None:
-            self._address(batch, entries, positions, lens)
+            arrays += self.tables.address(entries, starts, lens, positions)
+        sent = self.backend.memory.upload_all([torch.from_numpy(array) for array in arrays])
+        batch = Batch(
+            input_ids=sent[0],
+            positions=sent[1],
+            query_lens=lens.tolist(),
+            context_lens=starts.tolist(),
+            output_rows=sent[2],
+            causal=self.model.spec.attention == "causal",
+        )
+        batch.seq_lens_device, batch.query_starts_device = sent[3], sent[4]
+        if waiting:
+            assert self._last is not None
+            batch.input_ids.index_copy_(0, sent[5], self._last.ids[sent[6]])
+        if self.model.spec.token_type_count:
+            batch.token_types = sent[-1 if self.kv is None else -3]
+        if self.kv is not None:
+            batch.block_tables, batch.slots = sent[-2], sent[-1]
+            batch.kv = self.kv
+            batch.block_size = self.limits.block_size
         return batch
-
-    def _address(
-        self,
-        batch: Batch,
-        entries: list[Entry],
-        positions: np.ndarray[Any, np.dtype[np.int64]],
-        lens: np.ndarray[Any, np.dtype[np.int64]],
-    ) -> None:
-        """Fill in block tables and slots."""
-        size = self.limits.block_size
-        used = [-(-(entry.start + entry.rows) // size) for entry in entries]
-        tables = np.zeros((len(entries), max(used)), dtype=np.int32)
-        for i, (entry, count) in enumerate(zip(entries, used, strict=True)):
-            tables[i, :count] = entry.request.blocks[:count]
-        owner = np.repeat(np.arange(len(entries)), lens)
-        slots = tables[owner, positions // size].astype(np.int64) * size + positions % size
-        batch.block_tables = self._upload(tables)
-        batch.slots = self._upload(slots)
-        batch.kv = self.kv
-        batch.block_size = size
-
-    def _place(self, request: Request) -> int:
-        """Row of a request in the samples of the step before."""
-        assert self._last is not None
-        return next(i for i, other in enumerate(self._last.wanted.sampled) if other is request)
 
     def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
         return self.backend.memory.upload(torch.from_numpy(array))
@@ -254,19 +267,19 @@ class Runner:
             out += map(TokenLogprob, part, logprobs.tolist(), ranks.tolist(), tops)
         return out
 
-    def _collect_pooled(self, launched: Launched, results: dict[int, Result]) -> None:
-        counts = [count for _, count in launched.wanted.pooled]
-        rows = launched.output.rows
+    def _pooled(self, rows: Tensor, pooled: list[tuple[Request, int]]) -> Tensor:
+        """[B, D] float32: vectors, or the labels' logits, still on the device."""
         score = self.model.spec.score
         if self.task is Task.RERANK and score is not None and score.kind != "cosine":
-            values = self.model.score(rows)
-        else:
-            kind = self.model.spec.pooling.kind if self.model.spec.pooling else "last"
-            values = self.model.project(pool(rows, counts, kind))
-        host = values.float().cpu().numpy()
-        for (request, _), vector in zip(launched.wanted.pooled, host, strict=True):
-            results[id(request)].vector = vector
-            results[id(request)].finite = bool(np.isfinite(vector).all())
+            return self.model.score(rows).float()
+        kind = self.model.spec.pooling.kind if self.model.spec.pooling else "last"
+        return self.model.project(pool(rows, [count for _, count in pooled], kind)).float()
+
+
+def _tensors(samples: Samples) -> list[Tensor]:
+    """The tensors that are there, in the order of the fields: later ones are there only if earlier ones are."""
+    found = (getattr(samples, field.name) for field in fields(samples))
+    return [tensor for tensor in found if tensor is not None]
 
 
 def _tops(ids: Tensor | None, logprobs: Tensor | None, rows: int) -> list[list[tuple[int, float]]]:

@@ -5,11 +5,14 @@ Every draw is a function of (seed, sequence, position) alone, so batch mates, ch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from anycore.contract.backend import Memory
 from anycore.contract.batch import Penalties, Samples, Sampling
 from anycore.contract.sampling import GREEDY_BELOW
 from anycore.engine.request import Request, SamplingParams
@@ -28,9 +31,23 @@ class SamplerState:
 
 def uniform(seed: int, index: int, position: int) -> float:
     """A number in [0, 1) from three integers: two rounds of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    z = _mix((seed + (index + 1) * 0xD1B54A32D192ED03) & MASK)
-    z = _mix((z + (position + 1) * 0x9E3779B97F4A7C15) & MASK)
-    return (z >> 11) / 2**53
+    seeds = np.array([_mix(_start(seed, index))], dtype=np.uint64)
+    return float(draws(seeds, np.array([position], dtype=np.uint64))[0])
+
+
+def draws(
+    seeds: np.ndarray[Any, np.dtype[np.uint64]], positions: np.ndarray[Any, np.dtype[np.uint64]]
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The second round, for many rows: mixed seeds and positions [R] → numbers in [0, 1)."""
+    z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return (z >> np.uint64(11)) / 2.0**53
+
+
+def _start(seed: int, index: int) -> int:
+    return (seed + (index + 1) * 0xD1B54A32D192ED03) & MASK
 
 
 def _mix(z: int) -> int:
@@ -39,24 +56,53 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
+@dataclass
+class Group:
+    """The rows of a step and what does not change while the same requests are sampled."""
+
+    requests: list[Request]
+    seeds: np.ndarray[Any, np.dtype[np.uint64]]  # [R]: seed and sequence, mixed
+    sampling: Sampling
+    steady: bool  # only the draws change from step to step
+
+
 class Sampler:
     """Builds `Sampling` for a step's rows. `vocab` is the number of logits a row has."""
 
-    def __init__(self, vocab: int, device: torch.device) -> None:
+    def __init__(self, vocab: int, device: torch.device, memory: Memory | None = None) -> None:
         self.vocab = vocab
         self.device = device
+        self.memory = memory or Memory(device)
+        self._group: Group | None = None
 
     def prepare(self, requests: list[Request]) -> Sampling:
-        """One row a request, in order."""
+        """One row a request, in order. While requests stay the same, only their draws are made and sent anew."""
+        group = self._group
+        if group is None or not group.steady or group.requests != requests:
+            group = self._group = self._new_group(requests)
+        if not group.sampling.all_greedy:
+            positions = np.array([request.num_output for request in requests], dtype=np.uint64)
+            uniforms = self.memory.upload(torch.from_numpy(draws(group.seeds, positions)))
+            group.sampling = replace(group.sampling, uniforms=uniforms)
+        return group.sampling
+
+    def _new_group(self, requests: list[Request]) -> Group:
+        sampling = self._sampling(requests)
+        # Ids are banned at some steps and not at others: after words, and before the least number of tokens.
+        steady = sampling.penalties is None and sampling.banned is None
+        steady = steady and not any(_params(request).bad_words_ids for request in requests)
+        seeds = np.array([_mix(_start(r.seed, r.index)) for r in requests], dtype=np.uint64)
+        return Group(list(requests), seeds, sampling, steady)
+
+    def _sampling(self, requests: list[Request]) -> Sampling:
         params = [_params(request) for request in requests]
-        draws = [uniform(r.seed, r.index, r.num_output) for r in requests]
         top_k = [self.vocab if p.top_k <= 0 else min(p.top_k, self.vocab) for p in params]
         temperatures = [p.temperature for p in params]
         greedy = all(t < GREEDY_BELOW for t in temperatures)
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         return Sampling(
             temperature=self._floats(temperatures),
-            uniforms=torch.tensor(draws, dtype=torch.float64, device=self.device),
+            uniforms=torch.zeros(len(requests), dtype=torch.float64, device=self.device),
             top_k=self._longs(top_k) if not greedy and any(k < self.vocab for k in top_k) else None,
             top_p=self._floats([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
             min_p=self._floats([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,

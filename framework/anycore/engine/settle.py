@@ -44,6 +44,7 @@ def wish_of(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        batched_tokens=backend.batched_tokens,
         kv_cache_memory=config.kv_cache_memory,
     )
 

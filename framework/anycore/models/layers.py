@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from anycore.contract.batch import Batch
-from anycore.contract.ops import Ops
+from anycore.contract.ops import HeadNorms, Ops
 from anycore.models.spec import DenseSpec, ModelSpec
 
 Weights = Mapping[str, Any]
@@ -65,21 +65,19 @@ class Attention:
         self.softcap = spec.softcap
         self.qkv = Linear(ops, weights, qkv)
         self.out = Linear(ops, weights, out)
-        self.norms: tuple[RMSNorm, RMSNorm] | None = None
+        self.norms: HeadNorms | None = None
         if spec.qk_norm:
             scope = qkv.rsplit(".", 1)[0]
-            self.norms = RMSNorm(ops, weights, f"{scope}.q_norm", spec), RMSNorm(ops, weights, f"{scope}.k_norm", spec)
+            q_norm, k_norm = (RMSNorm(ops, weights, f"{scope}.{name}", spec) for name in ("q_norm", "k_norm"))
+            self.norms = q_norm.weight, k_norm.weight, spec.norm_eps
 
     def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """[T, H] → [T, H]. `angles` are cos and sin [T, D/2]."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        if self.norms is not None:
-            q, k = self.norms[0](q)[0], self.norms[1](k)[0]
-        if angles is not None:
-            q, k = self.ops.rotary(q, k, *angles)
         cache = None if batch.kv is None else batch.kv[self.index]
-        attended = self.ops.attention(q, k, v, cache, batch, self.scale, self.window, self.softcap)
+        attended = self.ops.self_attention(
+            heads, self.heads, self.kv_heads, self.norms, angles, cache, batch, self.scale, self.window, self.softcap
+        )
         return self.out(attended.flatten(1))
 
 
