@@ -16,7 +16,7 @@ from anycore.config import ModelConfig
 
 
 def served(folder: Path, name: str, **settings: object) -> ModelConfig:
-    given = {"dtype": "float32", "kv_cache_memory": 8 << 20, **settings}
+    given = {"backend": "cpu", "dtype": "float32", "kv_cache_memory": 8 << 20, **settings}
     return ModelConfig(model=str(folder), served_model_name=(name,), **given)  # type: ignore[arg-type]
 
 
@@ -36,6 +36,7 @@ def api(
     (with_defaults / "generation_config.json").write_text(json.dumps({"temperature": 0.3, "top_k": 1}))
     models = (
         served(t_lm, "lm"),
+        served(t_lm, "short", max_model_len=96),
         served(with_defaults, "lm-file"),
         served(with_defaults, "lm-none", generation_config="none"),
         served(with_defaults, "lm-flag", override_generation_config='{"top_k": 0, "temperature": 0, "max_tokens": 3}'),
