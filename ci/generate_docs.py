@@ -22,7 +22,9 @@ import msgspec
 from anycore import hookspecs, plugins
 from anycore.cli import main as command
 from anycore.config import ENVIRONMENT, ServerConfig
+from anycore.contract.backend import Backend, Memory
 from anycore.contract.declare import FEATURES, BackendSpec, Need, Task, explain
+from anycore.contract.ops import Ops
 from anycore.engine.request import RequestRecord
 from anycore.models import companions, families
 from anycore.models.source import Source
@@ -68,7 +70,7 @@ def commands() -> str:
     out = []
     for name, summary in command.COMMANDS.items():
         out.append(f"## anycore {name}")
-        if find_spec(f"anycore.cli.{name}") is None:  # answered by main itself
+        if find_spec(f"anycore.cli.{name}") is None:  # the main module answers
             out.append(f"{summary[0].upper()}{summary[1:]}.")
             continue
         parser = command.parser_of(name)
@@ -101,6 +103,21 @@ def hooks() -> str:
             signature = str(inspect.signature(function)).replace("'", "")
             out.append(f"## {name}\n\n```python\ndef {name}{signature}: ...\n```\n\n{inspect.getdoc(function)}")
     return "\n\n".join(out)
+
+
+def methods(owner: type[Any]) -> Callable[[], str]:
+    """What a backend author may override: each public method of a contract class and the first sentence on it."""
+
+    def part() -> str:
+        rows = []
+        for name, function in vars(owner).items():
+            if inspect.isfunction(function) and not name.startswith("_"):
+                names = list(inspect.signature(function).parameters)[1:]
+                text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+                rows.append((f"`{name}({', '.join(names)})`", text))
+        return table(("method", "meaning"), rows)
+
+    return part
 
 
 def record_fields() -> str:
@@ -205,6 +222,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "hooks": hooks,
     "record-fields": record_fields,
     "spec-fields": spec_fields,
+    "operations": methods(Ops),
+    "memory": methods(Memory),
+    "backend": methods(Backend),
     "environment": environment,
     "features": features,
     "metrics": metrics,
