@@ -118,8 +118,13 @@ class GraphStep:
 
     def _sampling_of(self, count: int, filtered: bool) -> Sampling:
         own = self._sampling
-        parts = [x[:count] if x is not None and filtered else None for x in (own.top_k, own.top_p, own.min_p)]
-        return Sampling(own.temperature[:count], own.uniforms[:count], *parts)
+        if not filtered:
+            return Sampling(own.temperature[:count], own.uniforms[:count])
+        assert own.top_k is not None
+        assert own.top_p is not None
+        assert own.min_p is not None
+        filters = own.top_k[:count], own.top_p[:count], own.min_p[:count]
+        return Sampling(own.temperature[:count], own.uniforms[:count], *filters)
 
     def _reset(self, first: int, last: int) -> None:
         """Let rows belong to nobody: they store into the scratch block and see one token of it."""

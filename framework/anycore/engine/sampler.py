@@ -43,7 +43,8 @@ def draws(
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = z ^ (z >> np.uint64(31))
-    return (z >> np.uint64(11)) / 2.0**53
+    numbers: np.ndarray[Any, np.dtype[np.float64]] = (z >> np.uint64(11)) / 2.0**53
+    return numbers
 
 
 def _start(seed: int, index: int) -> int:

@@ -1,0 +1,49 @@
+"""One GPU, open: memory and operations at hand, decode steps captured as CUDA graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from anycore.contract.backend import Backend, Limits, StepFn, StepOutput
+from anycore.contract.graphs import GraphStep, Replay
+from anycore.errors import PluginError
+from anycore_cuda.memory import CudaMemory
+from anycore_cuda.ops import CudaOps
+
+
+class CudaBackend(Backend):
+    name = "cuda"
+    collective = "nccl"
+    overlap = True
+
+    def __init__(self, index: int = 0) -> None:
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order, which `probe` lists devices in
+        count = torch.cuda.device_count()
+        if not 0 <= index < count:
+            raise PluginError(f"the cuda backend sees {count} devices, there is no device {index}", param="device")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        memory = CudaMemory(device)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        super().__init__(device, memory, CudaOps(memory, processors))
+        self._pool: tuple[int, int] | None = None
+
+    def optimize(self, step: StepFn, limits: Limits) -> StepFn:
+        if limits.block_size == 0:  # nothing decodes
+            return step
+        return GraphStep(step, self.ops, limits, self.device, self._capture)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def _capture(self, work: Callable[[], StepOutput]) -> tuple[Replay, StepOutput]:
+        """Record into memory that all graphs of this backend share: only one of them runs at a time."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = work()
+        return graph.replay, output

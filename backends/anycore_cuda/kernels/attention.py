@@ -1,0 +1,166 @@
+"""Attention of requests with several rows: whole prompts, chunks over a paged cache, and packed encoders.
+
+One program computes a tile of rows of one KV head: `tokens` rows of a request times the query heads that share the
+head. Tiles are listed on the host (`plan.py`), so no program starts for padding.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _span(
+    acc, best, total, q, k_ptr, v_ptr, table, position, seq_len, lo, hi,
+    kv_stride, block_size, block_stride, scale, window, softcap,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr,
+    PAGED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    # Take the keys lo … hi - 1 into the running softmax; without MASKED every row sees all of them.
+    at = tl.arange(0, BLOCK_D)
+    for first in range(lo, hi, KEYS):
+        token = first + tl.arange(0, KEYS)
+        known = token < seq_len
+        if PAGED:
+            if MASKED:
+                block = tl.load(table + token // block_size, mask=known, other=0).to(tl.int64)
+            else:
+                block = tl.load(table + token // block_size).to(tl.int64)
+            key_at = block * block_stride + (token % block_size) * DIM
+        else:
+            key_at = token.to(tl.int64) * kv_stride
+        key_at = key_at[:, None] + at[None, :]
+        if MASKED or DIM != BLOCK_D:
+            inside = known[:, None] & (at < DIM)[None, :]
+            k = tl.load(k_ptr + key_at, mask=inside, other=0.0)
+            v = tl.load(v_ptr + key_at, mask=inside, other=0.0)
+        else:
+            k = tl.load(k_ptr + key_at)
+            v = tl.load(v_ptr + key_at)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+        scores *= LOG2E
+        if MASKED:
+            distance = position[:, None] - token[None, :]
+            seen = known[None, :] & (distance < window)
+            if CAUSAL:
+                seen = seen & (distance >= 0)
+            else:
+                seen = seen & (distance > -window)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, axis=1))
+        # A row that has seen nothing yet stays at -inf; 0 keeps its exponents free of NaN.
+        pivot = tl.where(higher == float("-inf"), 0.0, higher)
+        fade = tl.exp2(best - pivot)
+        p = tl.exp2(scores - pivot[:, None])
+        total = total * fade + tl.sum(p, axis=1)
+        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        best = higher
+    return acc, best, total
+
+
+@triton.jit
+def _attend(
+    q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, starts_ptr, lens_ptr, tables_ptr,
+    q_stride, q_head_stride, kv_stride, kv_head_stride, table_stride, block_size, block_stride,
+    scale, window, softcap,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    request = tl.load(tiles_ptr + 2 * tl.program_id(0))
+    first = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+    kv_head = tl.program_id(1)
+    q_start = tl.load(starts_ptr + request)
+    q_len = tl.load(starts_ptr + request + 1) - q_start
+    seq_len = tl.load(lens_ptr + request)
+    context = seq_len - q_len
+
+    row = tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK_D)
+    token = first + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    inside = ((token < q_len) & (row < TOKENS * GROUP))[:, None] & (at < DIM)[None, :]
+    q_row = (q_start + token).to(tl.int64)[:, None]
+    q = tl.load(q_ptr + q_row * q_stride + head[:, None] * q_head_stride + at[None, :], mask=inside, other=0.0)
+    position = context + token
+    low = context + first
+    high = context + tl.minimum(first + TOKENS, q_len) - 1  # first and last position of the tile
+    begin = tl.maximum(low - window + 1, 0) // KEYS * KEYS
+    if CAUSAL:
+        end = high + 1
+        clear = (low + 1) // KEYS * KEYS  # keys before it are seen by every row
+    else:
+        end = tl.minimum(seq_len, high + window)
+        clear = seq_len // KEYS * KEYS
+    clear = tl.where(window < seq_len, begin, clear)
+
+    k_ptr += kv_head * kv_head_stride
+    v_ptr += kv_head * kv_head_stride
+    if not PAGED:
+        k_ptr += q_start.to(tl.int64) * kv_stride
+        v_ptr += q_start.to(tl.int64) * kv_stride
+    table = tables_ptr + request.to(tl.int64) * table_stride
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    acc, best, total = _span(
+        acc, best, total, q, k_ptr, v_ptr, table, position, seq_len, begin, clear,
+        kv_stride, block_size, block_stride, scale, window, softcap,
+        DIM, BLOCK_D, KEYS, CAP, CAUSAL, PAGED, False,
+    )  # fmt: skip
+    acc, best, total = _span(
+        acc, best, total, q, k_ptr, v_ptr, table, position, seq_len, clear, end,
+        kv_stride, block_size, block_stride, scale, window, softcap,
+        DIM, BLOCK_D, KEYS, CAP, CAUSAL, PAGED, True,
+    )  # fmt: skip
+    out_at = (q_row * tl.num_programs(1) * GROUP + head[:, None]) * DIM + at[None, :]
+    tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def tile_rows(group: int, dim: int, element_size: int) -> int:
+    """Rows of a tile (tokens times query heads), from what a program can hold."""
+    rows = 128 if element_size == 2 and dim <= 128 else 64 if element_size == 2 else 32
+    return max(rows, triton.next_power_of_2(group))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    tiles: Tensor,
+    rows: int,
+    starts: Tensor,
+    lens: Tensor,
+    tables: Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Write the attention of the rows in `tiles` to `out` [T, Hq, D].
+
+    `tiles` [n, 2] int32 are (request, first row within it), each of `rows // group` tokens. With `tables` [B, P] int32,
+    k and v are the sides [blocks, Hkv, size, D] of a cache, else the batch's own rows [T, Hkv, D].
+    """
+    heads, dim = q.shape[1:]
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    block_d = triton.next_power_of_2(dim)
+    half = q.element_size() == 2
+    keys = (64 if block_d <= 128 else 32) if half else (32 if block_d <= 128 else 16)
+    paged = tables is not None
+    _attend[(len(tiles), kv_heads)](
+        q, k, v, out, tiles, starts, lens, tables if tables is not None else lens,
+        q.stride(0), q.stride(1), 0 if paged else k.stride(0), k.stride(1),
+        tables.stride(0) if tables is not None else 0, k.shape[2] if paged else 1, k.stride(0) if paged else 0,
+        scale, 1 << 29 if window is None else window, softcap or 0.0,
+        GROUP=group, ROWS=rows, TOKENS=rows // group, DIM=dim, BLOCK_D=block_d, KEYS=keys,
+        CAP=softcap is not None, CAUSAL=causal, PAGED=paged,
+        num_warps=8 if rows >= 128 and block_d >= 128 else 4, num_stages=3 if half and block_d <= 128 else 2,
+    )  # fmt: skip

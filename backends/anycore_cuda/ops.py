@@ -1,0 +1,130 @@
+"""The GPU's operations: Triton kernels, with cuBLAS for every matrix product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anycore.contract import sampling
+from anycore.contract.backend import Memory
+from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.ops import HeadNorms, Ops
+from anycore_cuda.kernels import attention as tiled
+from anycore_cuda.kernels import decode as single
+from anycore_cuda.kernels import gated, norm, rotary
+from anycore_cuda.kernels.sampling import choose, choose_filtered
+from anycore_cuda.plan import Plan
+
+COUNTERS = 1 << 16
+
+
+class CudaOps(Ops):
+    def __init__(self, memory: Memory, processors: int) -> None:
+        self.memory = memory
+        self.processors = processors
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=memory.device)
+
+    def plan(self, batch: Batch) -> Plan:
+        return Plan(batch, self.memory, self.processors)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Any,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if cache is not None:
+            assert batch.slots is not None
+            rotary.store(k, v, cache, batch.slots)
+        return self._attend(q, k, v, cache, batch, scale, window, softcap)
+
+    def self_attention(
+        self,
+        qkv: Tensor,
+        heads: int,
+        kv_heads: int,
+        norms: HeadNorms | None,
+        angles: tuple[Tensor, Tensor] | None,
+        cache: Any,
+        batch: Batch,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        rotary.prepare_heads(qkv, heads, kv_heads, angles, norms, cache, batch.slots)
+        q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+        return self._attend(q, k, v, cache, batch, scale, window, softcap)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor | None,
+        batch: Batch,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attend to a cache that already holds k and v, or to k and v themselves."""
+        plan: Plan = batch.plan if batch.plan is not None else self.plan(batch)
+        out = q.new_empty(q.shape)
+        heads, kv_heads = q.shape[1], k.shape[1]
+        lens, tables = batch.seq_lens_device, batch.block_tables
+        if cache is not None and tables is not None:
+            if plan.decode_only:
+                splits = plan.splits(len(q), kv_heads)
+                single.decode(q, cache, out, tables, lens, self.counters, splits, scale, window, softcap)
+                return out
+            if plan.decoding is not None:
+                splits = plan.splits(len(plan.decoding), kv_heads)
+                single.decode(
+                    q, cache, out, tables, lens, self.counters, splits, scale, window, softcap,
+                    plan.decoding, batch.query_starts_device,
+                )  # fmt: skip
+            if not plan.fresh:
+                k, v = cache[0], cache[1]
+        rows = tiled.tile_rows(heads // kv_heads, q.shape[2], q.element_size())
+        tiles = plan.tiles(rows // (heads // kv_heads))
+        if tiles is not None:
+            paged = None if cache is None or plan.fresh else tables
+            tiled.attend(
+                q, k, v, out, tiles, rows, batch.query_starts_device, lens, paged,
+                batch.causal, scale, window, softcap,
+            )  # fmt: skip
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return norm.rms_norm(x, weight, eps, residual)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return norm.layer_norm(x, weight, bias, eps, residual)
+
+    def gated(self, x: Tensor, kind: str) -> Tensor:
+        return gated.gated(x, kind)
+
+    def sample(self, logits: Tensor, params: Sampling) -> Samples:
+        raw = torch.log_softmax(logits, dim=-1) if params.logprobs is not None else None
+        finite: Tensor | None = None
+        if params.penalties is not None or params.bias is not None or params.banned is not None:
+            finite = sampling.row_is_finite(logits)
+            sampling.adjust(logits, params)
+        filters = (params.top_k, params.top_p, params.min_p)
+        if params.all_greedy or all(filter is None for filter in filters):
+            ids, fine = choose(logits, params.temperature, params.uniforms)
+        else:
+            ids, fine = choose_filtered(logits, params.temperature, params.uniforms, *filters)
+        samples = Samples(ids=ids, finite=fine if finite is None else finite)
+        if raw is not None and params.logprobs is not None:
+            report = sampling.report(raw, ids, params.logprobs)
+            samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs = report
+        return samples

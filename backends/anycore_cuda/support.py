@@ -1,0 +1,63 @@
+"""What the CUDA backend can do, as data. Imports no torch: `anycore matrix` reads it in milliseconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anycore.contract.declare import BackendSpec, Level, Support, Task
+from anycore_cuda.probe import probe
+
+if TYPE_CHECKING:
+    from anycore.contract.backend import Backend
+
+ALL_TASKS = (Task.GENERATE, Task.EMBED, Task.RERANK)
+DTYPES = ("bfloat16", "float16", "float32")
+CHIPS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
+OLD_CHIPS = ("sm50", "sm52", "sm60", "sm61", "sm62", "sm70", "sm72", "sm75")
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+BLOCK_SIZES = (16, 32, 64)  # 16 places of one head of 64 bfloat16 elements: 2 KiB runs, little waste
+
+TOO_OLD = "the kernels need compute capability 8.0 (Ampere) or newer"
+
+SUPPORT = (
+    Support(
+        tasks=ALL_TASKS,
+        attention="causal",
+        weights=DTYPES,
+        level=Level.NATIVE,
+        head_dims=HEAD_DIMS,
+        block_sizes=BLOCK_SIZES,
+        features=("chunked_prefill", "prefix_caching", "sliding_window", "softcap", "logprobs", "token_types"),
+        chips=CHIPS,
+    ),
+    Support(
+        tasks=(Task.EMBED, Task.RERANK),
+        attention="bidirectional",
+        weights=DTYPES,
+        level=Level.NATIVE,
+        head_dims=HEAD_DIMS,
+        block_sizes=BLOCK_SIZES,
+        features=("sliding_window", "softcap", "token_types"),
+        chips=CHIPS,
+    ),
+    Support(ALL_TASKS, "causal", DTYPES, Level.UNSUPPORTED, chips=OLD_CHIPS, note=TOO_OLD),
+    Support((Task.EMBED, Task.RERANK), "bidirectional", DTYPES, Level.UNSUPPORTED, chips=OLD_CHIPS, note=TOO_OLD),
+)
+
+
+def open_device(index: int) -> Backend:
+    """Open one GPU; torch and Triton are imported here, not before."""
+    from anycore_cuda.backend import CudaBackend
+
+    return CudaBackend(index)
+
+
+SPEC = BackendSpec(
+    name="cuda",
+    api=(1, 0),
+    support=SUPPORT,
+    probe=probe,
+    open=open_device,
+    priority=100,
+    batched_tokens=8192,
+)

@@ -1,0 +1,56 @@
+"""The CUDA backend's operations on a machine without a GPU: Triton's interpreter runs the kernels on host memory.
+
+Its matrix products know no bfloat16, and it is slow: small float32 and float16 cases only.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("a GPU is there, or triton was imported before TRITON_INTERPRET=1", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+from anycore.contract.backend import Backend, KVSpec, Memory
+from anycore_cuda.ops import CudaOps
+
+
+def let_scalars_be_indices(patch: Any = interpreter._patch_lang_tensor) -> None:
+    """The interpreter keeps scalars as arrays of one element, which NumPy 2.4 no longer turns into integers."""
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+let_scalars_be_indices()
+
+
+class HostMemory(Memory):
+    """Host memory in the CUDA backend's layout."""
+
+    def total(self) -> int:
+        return 1 << 30
+
+    def free(self) -> int:
+        return 1 << 29
+
+    def allocate_kv(self, kv: KVSpec, blocks: int) -> list[torch.Tensor]:
+        shape = (2, blocks, kv.kv_heads, kv.block_size, kv.head_dim)
+        return [torch.zeros(shape, dtype=getattr(torch, kv.dtype)) for _ in range(kv.layers)]
+
+
+def interpreted(processors: int = 8) -> Backend:
+    """A backend of the CUDA operations on host memory; more processors mean more splits of the keys."""
+    memory = HostMemory(torch.device("cpu"))
+    return Backend(memory.device, memory, CudaOps(memory, processors))
