@@ -1,72 +1,86 @@
 """Attention on a CPU: few large calls of torch's flash kernel instead of one small call a request.
 
-`prepare` looks at a batch once a step and cuts it into parts, `Parts.attend` runs them in every layer. The cache
-keeps the contract's default layout [2, blocks, block_size, Hkv, D]: a block is one run of memory, so gathering a
-request's blocks is one copy, and torch's kernel takes the heads as a stride.
+`Plan` looks at a batch once a step and cuts it into parts; `attend` runs them in every layer. The cache keeps the
+contract's default layout [2, blocks, block_size, Hkv, D]: a block is one run of memory, so gathering a request's
+blocks is one copy, or none when they are neighbours, and torch's kernel takes the heads as a stride.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from anycore.contract.batch import Batch
-from anycore.contract.reference import visible
 
 CALL_COST = 512
 """Padded key places that cost as much as one more call, measured: more padding than this splits a group."""
 
+ALIGNED = 16
+"""Keys come in multiples of this: torch's kernel takes up to twice as long for a row that ends within a vector."""
+
+Blocks = slice | Tensor
+"""Blocks of a cache: a slice when they lie side by side, so that reading them needs no copy."""
+
 
 @dataclass(slots=True)
-class Singles:
-    """Requests with one row each (decoding), padded to the longest: the heads of a group become the rows."""
+class Decode:
+    """Requests with one row each, padded to the longest: the query heads of a group become the kernel's rows."""
 
     rows: slice | Tensor  # [n] rows of the batch
     count: int
-    blocks: slice | Tensor  # [n * P] blocks to gather; a slice when one request's blocks lie side by side
-    start: int  # keys to skip at the front; only when n is 1
-    length: int  # keys to look at, of each request
-    bias: Tensor | None  # [n, 1, 1, length] float32: 0 or -inf
+    blocks: Blocks  # n times as many as the longest has
+    keys: slice  # of those places: all, but the exact ones of a request alone
+    bias: Tensor | None  # [n, 1, 1, L] float32: 0 or -inf
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """q [n, Hq, D], gathered keys and values [n, L, Hkv, D] → [n, Hq, D]."""
-        heads, dim = q.shape[1:]
-        grouped = q.view(self.count, keys.shape[2], -1, dim)
-        out = F.scaled_dot_product_attention(
-            grouped, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=self.bias, scale=scale
-        )
-        return out.reshape(self.count, heads, dim)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, scale: float) -> Tensor:
+        """[n, Hq, D] → [n, Hq, D]."""
+        keys, values = (pick(side, self.blocks, self.count, q.dtype)[:, self.keys].transpose(1, 2) for side in cache)
+        grouped = q.view(self.count, keys.shape[1], -1, q.shape[2])
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self.bias, scale=scale)
+        return out.reshape(q.shape)
 
 
 @dataclass(slots=True)
-class Stack:
-    """Consecutive requests with equally many rows and keys; one request alone if it has a history."""
+class Prompt:
+    """One request with several rows, which reads all its keys back from the cache, in whole blocks."""
+
+    rows: slice
+    blocks: Blocks
+    bias: Tensor | None  # [Q, L] float32; None: the kernel's own causal mask, or none at all
+    causal: bool  # row t sees keys 0 … t: there is no history
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, scale: float) -> Tensor:
+        """[Q, Hq, D] → [Q, Hq, D]."""
+        keys, values = (pick(side, self.blocks, 1, q.dtype) for side in cache)
+        return flash(q[None], keys, values, self.bias, self.causal, scale)[0]
+
+
+@dataclass(slots=True)
+class Packed:
+    """Neighbours of about the same length, without a cache, stacked to [n, L]."""
 
     rows: slice
     count: int
-    blocks: slice | Tensor | None  # None: there is no history, keys and values are the batch's own rows
-    start: int
-    length: int
-    bias: Tensor | None  # [rows of a request, length] float32
-    causal: bool  # the kernel's own causal mask will do
+    spread: Tensor | None  # [n * L] rows of the part; None: all are L long, a view will do
+    back: Tensor | None  # [rows] places in n * L
+    bias: Tensor | None  # broadcasts to [n, 1, L, L]
+    causal: bool
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """q [n * Q, Hq, D], keys and values [n, L, Hkv, D] → [n * Q, Hq, D]."""
-        heads, dim = q.shape[1:]
-        out = F.scaled_dot_product_attention(
-            q.view(self.count, -1, heads, dim).transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=self.bias,
-            is_causal=self.causal,
-            scale=scale,
-            enable_gqa=heads != keys.shape[2],
-        )
-        return out.transpose(1, 2).reshape(-1, heads, dim)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, scale: float) -> Tensor:
+        """[rows, Hq, D] → [rows, Hq, D]; k and v are the same rows."""
+        if self.spread is not None:
+            q, k, v = (x.index_select(0, self.spread) for x in (q, k, v))
+        q, k, v = (x.view(self.count, -1, *x.shape[1:]) for x in (q, k, v))
+        out = flash(q, k, v, self.bias, self.causal, scale).flatten(0, 1)
+        return out if self.back is None else out.index_select(0, self.back)
+
+
+Part = Decode | Prompt | Packed
 
 
 class Plan:
@@ -76,9 +90,9 @@ class Plan:
         self.batch = batch
         self.fresh = fresh_blocks(batch) if batch.kv is not None else None
         self.longest = max(batch.seq_lens)
-        self.by_window: dict[int | None, list[Singles | Stack]] = {}
+        self.by_window: dict[int | None, list[Part]] = {}
 
-    def parts(self, window: int | None) -> list[Singles | Stack]:
+    def parts(self, window: int | None) -> list[Part]:
         if window is not None and window >= self.longest:
             window = None
         if window not in self.by_window:
@@ -95,11 +109,20 @@ def attend(
         store(plan, k, v, cache)
     parts = plan.parts(window)
     if len(parts) == 1:  # it has all the rows, in order
-        return parts[0].attend(q, *gather(parts[0], k, v, cache), scale)
-    out = torch.empty_like(q)
+        return parts[0].attend(q, k, v, cache, scale)
+    out = torch.empty(q.shape, dtype=q.dtype)
     for part in parts:
-        out[part.rows] = part.attend(q[part.rows], *gather(part, k, v, cache), scale)
+        rows = part.rows
+        out[rows] = part.attend(q[rows], k[rows], v[rows], cache, scale)
     return out
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """q [n, Q, Hq, D], k and v [n, L, Hkv, D] → [n, Q, Hq, D]."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def store(plan: Plan, k: Tensor, v: Tensor, cache: Tensor) -> None:
@@ -108,31 +131,21 @@ def store(plan: Plan, k: Tensor, v: Tensor, cache: Tensor) -> None:
     assert slots is not None
     if plan.fresh is not None:
         cache.index_fill_(1, plan.fresh, 0.0)
-    cache[0].flatten(0, 1).index_copy_(0, slots, k.to(cache.dtype))
-    cache[1].flatten(0, 1).index_copy_(0, slots, v.to(cache.dtype))
+    for side, rows in zip(cache, (k, v), strict=True):
+        side.flatten(0, 1).index_copy_(0, slots, rows.to(side.dtype))
 
 
-def gather(part: Singles | Stack, k: Tensor, v: Tensor, cache: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Keys and values of a part's requests, [n, L, Hkv, D]; views where the memory allows."""
-    if cache is None or part.blocks is None:
-        heads, dim = k.shape[1:]
-        return k[part.rows].view(part.count, -1, heads, dim), v[part.rows].view(part.count, -1, heads, dim)
-    return pick(cache[0], part, k.dtype), pick(cache[1], part, k.dtype)
-
-
-def pick(side: Tensor, part: Singles | Stack, dtype: torch.dtype) -> Tensor:
-    """One side [blocks, block_size, Hkv, D] of a cache → [n, L, Hkv, D]."""
-    blocks = part.blocks
-    found = side.index_select(0, blocks) if isinstance(blocks, Tensor) else side[blocks]
-    found = found.view(part.count, -1, *side.shape[2:])[:, part.start : part.start + part.length]
-    return found.to(dtype)
+def pick(side: Tensor, blocks: Blocks, count: int, dtype: torch.dtype) -> Tensor:
+    """Blocks of one side [blocks, block_size, Hkv, D] of a cache, for `count` requests → [n, L, Hkv, D]."""
+    found = side[blocks] if isinstance(blocks, slice) else side.index_select(0, blocks)
+    return found.view(count, -1, *side.shape[2:]).to(dtype)
 
 
 def fresh_blocks(batch: Batch) -> Tensor | None:
     """Blocks whose first places are written in this step and whose last ones are not.
 
-    A padded call reads places that nobody has written yet. Their scores are masked, but 0 * NaN is NaN: what an
-    earlier owner of the block left there must be wiped once.
+    Whole blocks are read, with places that nobody has written yet. Their scores are masked, but 0 * NaN is NaN: what
+    an earlier owner of the block left there must be wiped once.
     """
     assert batch.block_tables is not None
     size = batch.block_size
@@ -144,26 +157,40 @@ def fresh_blocks(batch: Batch) -> Tensor | None:
     return torch.tensor(found) if found else None
 
 
-def packed_parts(batch: Batch, window: int | None) -> list[Singles | Stack]:
-    """No cache: neighbours of equal length are stacked into one call."""
-    parts: list[Singles | Stack] = []
+def packed_parts(batch: Batch, window: int | None) -> list[Part]:
+    """No cache: neighbours that are equally long when rounded up are stacked into one call."""
+    parts: list[Part] = []
     start = 0
-    for length, run in groupby(batch.query_lens):
-        count = len(list(run))
-        rows = slice(start, start + count * length)
-        parts.append(stack(rows, count, length, length, batch.causal, window))
-        start = rows.stop
+    for width, run in groupby(batch.query_lens, lambda length: -(-length // ALIGNED) * ALIGNED):
+        lengths = list(run)
+        parts.append(packed(slice(start, start + sum(lengths)), lengths, width, batch.causal, window))
+        start += sum(lengths)
     return parts
 
 
-def paged_parts(batch: Batch, window: int | None) -> list[Singles | Stack]:
+def packed(rows: slice, lengths: list[int], width: int, causal: bool, window: int | None) -> Packed:
+    """A stack of requests of up to `width` rows."""
+    places = torch.arange(width)
+    ends = torch.tensor(lengths)[:, None]
+    even = all(length == width for length in lengths)
+    if even or causal:
+        seen = visible(places, places, causal, window)  # a causal row never reaches the padding
+    else:
+        seen = (visible(places, places, False, window) & (places < ends)[:, None])[:, None]
+    plain = window is None and (even or causal)
+    spread = back = None
+    if not even:
+        spread = (ends.cumsum(0) - ends + torch.minimum(places, ends - 1)).flatten()  # padding repeats the last row
+        back = (places < ends).flatten().nonzero()[:, 0]
+    return Packed(rows, len(lengths), spread, back, None if plain else bias_of(seen), causal and plain)
+
+
+def paged_parts(batch: Batch, window: int | None) -> list[Part]:
     """With a cache: requests with one row together, the others each on its own."""
-    parts: list[Singles | Stack] = []
     decoding = [i for i, rows in enumerate(batch.query_lens) if rows == 1]
-    for group in grouped(decoding, batch.seq_lens, window):
-        parts.append(one_request(batch, group[0], window) if len(group) == 1 else singles(batch, group, window))
-    parts += [one_request(batch, i, window) for i, rows in enumerate(batch.query_lens) if rows > 1]
-    return parts
+    groups = grouped(decoding, batch.seq_lens, window)
+    parts: list[Part] = [decode_one(batch, g[0], window) if len(g) == 1 else decode(batch, g, window) for g in groups]
+    return parts + [prompt(batch, i, window) for i, rows in enumerate(batch.query_lens) if rows > 1]
 
 
 def grouped(requests: list[int], lengths: list[int], window: int | None) -> list[list[int]]:
@@ -180,7 +207,7 @@ def grouped(requests: list[int], lengths: list[int], window: int | None) -> list
     return [sorted(group) for group in groups]
 
 
-def singles(batch: Batch, group: list[int], window: int | None) -> Singles:
+def decode(batch: Batch, group: list[int], window: int | None) -> Decode:
     """Several requests with one row each."""
     assert batch.block_tables is not None
     size = batch.block_size
@@ -192,54 +219,57 @@ def singles(batch: Batch, group: list[int], window: int | None) -> Singles:
     columns = torch.arange(width) + first
     columns = torch.where(columns * size < ends, columns, first)
     blocks = batch.block_tables[torch.tensor(group)].gather(1, columns).long()
-    positions = torch.arange(width * size) + first * size
-    seen = (positions >= starts) & (positions < ends)
-    bias = None if bool(seen.all()) else torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))[:, None, None]
-    rows = [batch.query_starts[i] for i in group]
+    places = torch.arange(width * size) + first * size
+    seen = (places >= starts) & (places < ends)
+    bias = None if bool(seen.all()) else bias_of(seen[:, None, None])
     everything = len(group) == len(batch.query_lens)
-    return Singles(
-        rows=slice(None) if everything else torch.tensor(rows),
-        count=len(group),
-        blocks=blocks.flatten(),
-        start=0,
-        length=width * size,
-        bias=bias,
-    )
+    rows = slice(None) if everything else torch.tensor([batch.query_starts[i] for i in group])
+    return Decode(rows, len(group), blocks.flatten(), slice(None), bias)
 
 
-def one_request(batch: Batch, i: int, window: int | None) -> Singles | Stack:
-    """One request with its exact keys: no padding."""
-    assert batch.block_tables is not None
-    rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
-    count, context, length, size = batch.query_lens[i], batch.context_lens[i], batch.seq_lens[i], batch.block_size
-    if context == 0:
-        return stack(rows, 1, count, length, batch.causal, window)
-    start = 0 if window is None else max(0, context - window + 1)
-    first = start // size
-    blocks = side_by_side(batch.block_tables[i, first : -(-length // size)].tolist())
-    start -= first * size
-    length -= first * size + start
-    if count == 1:
-        return Singles(rows=rows, count=1, blocks=blocks, start=start, length=length, bias=None)
-    part = stack(rows, 1, count, length, batch.causal, window)
-    part.blocks, part.start = blocks, start
-    return part
+def decode_one(batch: Batch, i: int, window: int | None) -> Decode:
+    """One request with one row and exactly its keys: nothing is padded or masked."""
+    end = batch.seq_lens[i]
+    start = 0 if window is None else max(0, end - window)
+    first = start // batch.block_size
+    keys = slice(start - first * batch.block_size, end - first * batch.block_size)
+    return Decode(rows_of(batch, i), 1, blocks_of(batch, i, first), keys, None)
 
 
-def stack(rows: slice, count: int, queries: int, length: int, causal: bool, window: int | None) -> Stack:
-    """`count` requests of `queries` rows that see the last of `length` keys."""
-    if window is not None and window >= length:
+def prompt(batch: Batch, i: int, window: int | None) -> Prompt:
+    """One request with several rows; with a window, blocks that none of them sees are left out."""
+    context, end, size = batch.context_lens[i], batch.seq_lens[i], batch.block_size
+    if window is not None and window >= end:
         window = None
-    plain = window is None and (queries == length or not causal)
-    bias = None
-    if not plain:
-        seen = visible(queries, length, causal, window, torch.device("cpu"))
-        bias = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-    return Stack(rows, count, None, 0, length, bias, causal=causal and plain and queries > 1)
+    first = 0 if window is None else max(0, context - window + 1) // size
+    rows, blocks = rows_of(batch, i), blocks_of(batch, i, first)
+    if batch.causal and context == 0 and window is None:
+        return Prompt(rows, blocks, None, causal=True)
+    places = torch.arange(first * size, -(-end // size) * size)
+    seen = visible(torch.arange(context, end), places, batch.causal, window) & (places < end)
+    return Prompt(rows, blocks, bias_of(seen), causal=False)
 
 
-def side_by_side(blocks: list[int]) -> slice | Tensor:
-    """A slice when the blocks follow one another in memory, so that reading them needs no copy."""
+def rows_of(batch: Batch, i: int) -> slice:
+    return slice(batch.query_starts[i], batch.query_starts[i + 1])
+
+
+def blocks_of(batch: Batch, i: int, first: int) -> Blocks:
+    """Blocks of request i from its `first` one on."""
+    assert batch.block_tables is not None
+    blocks = batch.block_tables[i, first : -(-batch.seq_lens[i] // batch.block_size)].tolist()
     if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
         return slice(blocks[0], blocks[0] + len(blocks))
     return torch.tensor(blocks)
+
+
+def visible(queries: Tensor, keys: Tensor, causal: bool, window: int | None) -> Tensor:
+    """[Q], [L] positions → [Q, L] bool."""
+    distance = queries[:, None] - keys
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen if window is None else seen & (distance.abs() < window)
+
+
+def bias_of(seen: Tensor) -> Tensor:
+    """What is added to scores: 0 where seen, else -inf. float32 whatever the dtype: the kernel adds in float32."""
+    return torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
