@@ -27,6 +27,7 @@ class Choice:
     need: Need
     support: Support
     notices: tuple[str, ...] = ()
+    fell_back: bool = False  # it is not what was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def fall_back(plugins: Plugins, need_for: NeedFor, why: str) -> Choice:
     """
     result = _try(plugins.backend("cpu"), need_for, None)
     if isinstance(result, Choice):
-        return replace(result, notices=(f"falling back to cpu (--allow-cpu-fallback): {why}",))
+        return replace(result, notices=(f"falling back to cpu (--allow-cpu-fallback): {why}",), fell_back=True)
     raise _refused(f"{sentence(why)} The cpu cannot serve this either", [result], plugins)
 
 

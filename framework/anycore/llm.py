@@ -132,16 +132,16 @@ class LLM:
         for delta in self._run(requests):
             output = outputs[delta.id][delta.index]
             if output.finish_reason is None:
-                self._extend(output, texts[delta.id][delta.index], delta)
-                if all(o.finish_reason for o in outputs[delta.id]):
-                    self.engine.abort(delta.id)  # a stop string may have ended what the engine still runs
+                if self._extend(output, texts[delta.id][delta.index], delta):
+                    self.engine.abort(delta.id, delta.index)
         whole = [outputs[request.id] for request in requests]
         for first, *others in whole:
             first.others = others
         return [sequences[0] for sequences in whole]
 
     @staticmethod
-    def _extend(output: GenerateOutput, text: Detokenizer, delta: Delta) -> None:
+    def _extend(output: GenerateOutput, text: Detokenizer, delta: Delta) -> bool:
+        """Add a delta; return whether a stop string ended the sequence before the engine did."""
         piece = text.feed(delta.token_ids, delta.finish)
         output.text += piece.text
         output.token_ids += delta.token_ids[: piece.tokens]
@@ -151,8 +151,10 @@ class LLM:
             output.logprobs = (output.logprobs or []) + delta.logprobs[: piece.tokens]
         if piece.stop is not None:
             output.finish_reason, output.stop_reason = FinishReason.STOP.value, piece.stop
-        elif delta.finish is not None:
+            return delta.finish is None
+        if delta.finish is not None:
             output.finish_reason, output.stop_reason = delta.finish.value, delta.stop_reason
+        return False
 
     def _sampling(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         """One for each prompt. Without `params` the model's own defaults count, as in the server."""

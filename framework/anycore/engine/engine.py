@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from anycore.contract.backend import Limits
 from anycore.contract.declare import Task
@@ -48,11 +49,13 @@ class Engine:
         max_queued: int = 1024,
         timeout: float | None = None,
         seed: int = 0,
+        card: dict[str, Any] | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.limits = limits
+        self.card = card or {}  # what `/v1/models` tells
         self.spec = runner.model.spec
         self.task = runner.task
         self._max_queued = max_queued
@@ -96,11 +99,12 @@ class Engine:
         seats = max(0, self.limits.max_num_seqs - len(self.scheduler.running))
         return len(self.scheduler.waiting) + _sequences(new) <= self._max_queued + seats
 
-    def abort(self, request_id: str) -> None:
-        """End a request and free all it holds. Unknown ids are fine: it may have ended by itself."""
-        for request in self._requests.pop(request_id, []):
-            self.scheduler.remove(request)
-            self._stats.aborted += 1
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """End a request, or one of its sequences, and free what it holds. Unknown ids are fine: it may have ended."""
+        for request in list(self._requests.get(request_id, [])):
+            if index in (None, request.index):
+                self._leave(request)
+                self._stats.aborted += 1
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -131,6 +135,7 @@ class Engine:
         stats.waiting = len(self.scheduler.waiting)
         stats.blocks_free = self.pool.free if self.pool else 0
         stats.preemptions = self.scheduler.preemptions
+        stats.op_fallbacks = dict(self.runner.backend.fallbacks)
         return stats
 
     def reset_prefix_cache(self) -> None:
@@ -278,14 +283,17 @@ class Engine:
 
     def _finish(self, request: Request, delta: Delta, reason: FinishReason) -> Delta:
         delta.finish = reason
-        self.scheduler.remove(request)
+        self._leave(request)
         self._stats.finished += 1
-        left = [other for other in self._requests.get(request.id, []) if other is not request]
+        return delta
+
+    def _leave(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        left = [other for other in self._requests[request.id] if other is not request]
         if left:
             self._requests[request.id] = left
         else:
-            self._requests.pop(request.id, None)
-        return delta
+            del self._requests[request.id]
 
     def _fail(self, request: Request, error: AnycoreError) -> list[Delta]:
         """End one sequence with an error; its neighbours go on."""

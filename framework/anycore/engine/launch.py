@@ -7,22 +7,22 @@ with the same functions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from anycore.choose import Choice, choose
+from anycore.choose import Choice, NeedFor, choose, fall_back, open_backend
 from anycore.config import ModelConfig
 from anycore.contract.declare import DTYPES, Device, Level, Need, Task, find
 from anycore.engine.memory import MemoryPlan, Room, Wish, plan
 from anycore.engine.settle import Decision, settle, wish_of
 from anycore.engine.tasks import is_paged
-from anycore.errors import ConfigError, TaskNotSupported, Unsupported
+from anycore.errors import ConfigError, PluginError, TaskNotSupported, Unsupported
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
 from anycore.plugins import Plugins
 
 if TYPE_CHECKING:
+    from anycore.contract.backend import Backend
     from anycore.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -41,11 +41,13 @@ class Prepared:
     wish: Wish
     plan: MemoryPlan | None  # None: the device's memory is unknown until it is open
     decisions: tuple[Decision, ...]
+    strict: bool
+    plugins: Plugins = field(repr=False)
 
     @property
     def adjustments(self) -> list[str]:
-        """What differs from what was asked for or what the model would have got; --strict refuses these."""
-        return [str(d) for d in self.decisions if d.adjusted] + list(self.choice.notices)
+        """What differs from what was asked for or what the model would have got; `strict` refuses these."""
+        return [str(d) for d in self.decisions if d.adjusted]
 
     def card(self) -> dict[str, Any]:
         """What `/v1/models` tells about the model."""
@@ -56,6 +58,9 @@ class Prepared:
             "possible_tasks": [task.value for task in self.possible_tasks],
             "max_model_len": self.plan.limits.max_model_len if self.plan else self.spec.max_positions,
             "max_num_seqs": self.plan.limits.max_num_seqs if self.plan else None,
+            "block_size": self.plan.limits.block_size if self.plan else None,
+            "num_blocks": self.plan.limits.blocks if self.plan else None,
+            "prefix_caching": self.wish.paged and self.config.enable_prefix_caching,
             "vocab_size": self.spec.vocab_size,
             "dtype": self.wish.dtype,
             "backend": self.choice.spec.name,
@@ -80,19 +85,15 @@ def prepare(
         SourceError, ConfigError, Unsupported, PluginError, DoesNotFit: each says what to change.
     """
     source = locate(config.model, revision=config.revision, progress=progress)
-    spec = read_spec(source, plugins.architectures(), config.pooling)
-    task = _task(config, spec)
-    possible = spec.tasks
-    spec = spec.for_task(task)
-    choice = _choose(config, source, spec, task, plugins)
-    wish = wish_of(config, spec, task, choice.spec, choice.support, choice.need.weights)
+    whole = read_spec(source, plugins.architectures(), config.pooling)
+    task = _task(config, whole)
+    spec = whole.for_task(task)
+    needs = _needs(config, source, spec, task)
+    choice = _native(choose(plugins, needs, config.backend, config.device, config.allow_cpu_fallback), needs)
+    wish = wish_of(config, spec, task, choice)
+    prepared = Prepared(config, source, spec, task, whole.tasks, choice, wish, None, (), strict, plugins)
     total = choice.device.memory
-    draft = plan(spec, wish, Room(choice.spec.name, total)) if total is not None else None
-    decisions = tuple(settle(config, spec, task, choice.spec, wish, draft)) if draft else ()
-    prepared = Prepared(config, source, spec, task, possible, choice, wish, draft, decisions)
-    if strict and prepared.adjustments:
-        raise ConfigError("--strict refuses what had to be adjusted:\n  - " + "\n  - ".join(prepared.adjustments))
-    return prepared
+    return prepared if total is None else _planned(prepared, Room(choice.spec.name, total))
 
 
 def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
@@ -101,12 +102,11 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     Raises:
         DoesNotFit: before weights are loaded.
         WeightsError: the files are damaged or incomplete.
-        PluginError: the device cannot be opened.
+        PluginError: the device cannot be opened, or an operation this model needs fails on it.
         NonFiniteOutput: the warm-up brought NaN or infinity.
     """
     import torch
 
-    from anycore.choose import open_backend
     from anycore.engine.blocks import BlockPool
     from anycore.engine.engine import Engine
     from anycore.engine.runner import Runner
@@ -114,34 +114,65 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     from anycore.engine.warmup import warm_up
     from anycore.models.loader import load
 
-    config, spec, wish = prepared.config, prepared.spec, prepared.wish
     tell = progress or (lambda phase, fraction: None)
     tell("open", 0.0)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    backend = open_backend(prepared.choice)
-    room = Room(backend.name, backend.memory.total(), backend.memory.free())
+    if prepared.config.threads:
+        torch.set_num_threads(prepared.config.threads)
+    backend, prepared = _open(prepared)
+    config, spec, wish = prepared.config, prepared.spec, prepared.wish
     kv_spec = spec.kv(wish.block_size, wish.dtype) if wish.paged else None
-    final = plan(spec, wish, room, backend.memory.block_bytes(kv_spec) if kv_spec else None)
-    for decision in settle(config, spec, prepared.task, prepared.choice.spec, wish, final):
-        log.log(logging.WARNING if decision.guessed else logging.INFO, "%s", decision)
+    room = Room(backend.name, backend.memory.total(), backend.memory.free())
+    prepared = _planned(prepared, room, backend.memory.block_bytes(kv_spec) if kv_spec else None)
+    assert prepared.plan is not None
+    for decision in prepared.decisions:
+        log.log(logging.WARNING if decision.guessed or decision.adjusted else logging.INFO, "%s", decision)
 
     tell("load", 0.0)
+    limits = prepared.plan.limits
     model = load(prepared.source, spec, backend, wish.dtype, progress)
-    kv = backend.memory.allocate_kv(kv_spec, final.limits.blocks) if kv_spec else None
-    pool = BlockPool(final.limits.blocks, wish.block_size, config.enable_prefix_caching) if kv_spec else None
+    kv = backend.memory.allocate_kv(kv_spec, limits.blocks) if kv_spec else None
+    pool = BlockPool(limits.blocks, wish.block_size, config.enable_prefix_caching) if kv_spec else None
     engine = Engine(
-        Runner(model, backend, prepared.task, final.limits, kv),
-        Scheduler(final.limits, pool, config.scheduling_policy),
-        final.limits,
+        Runner(model, backend, prepared.task, limits, kv),
+        Scheduler(limits, pool, config.scheduling_policy),
+        limits,
         max_queued=config.max_queued,
         timeout=config.request_timeout,
         seed=config.seed,
+        card=prepared.card(),
     )
     tell("warm up", 0.0)
     warm_up(engine)
     tell("ready", 1.0)
     return engine
+
+
+def _open(prepared: Prepared) -> tuple[Backend, Prepared]:
+    """Open the chosen device; under --allow-cpu-fallback the CPU stands in for one that cannot be opened."""
+    try:
+        return open_backend(prepared.choice), prepared
+    except PluginError as error:
+        if not prepared.config.allow_cpu_fallback or prepared.choice.fell_back:
+            raise
+        config, spec, task = prepared.config, prepared.spec, prepared.task
+        needs = _needs(config, prepared.source, spec, task)
+        choice = _native(fall_back(prepared.plugins, needs, error.message), needs)
+        prepared = replace(prepared, choice=choice, wish=wish_of(config, spec, task, choice))
+        return open_backend(choice), prepared
+
+
+def _planned(prepared: Prepared, room: Room, block_bytes: int | None = None) -> Prepared:
+    """Divide the room and settle what was left open.
+
+    Raises:
+        DoesNotFit, ConfigError: also for adjustments, if `strict`.
+    """
+    draft = plan(prepared.spec, prepared.wish, room, block_bytes)
+    decisions = settle(prepared.config, prepared.spec, prepared.task, prepared.choice, prepared.wish, draft)
+    prepared = replace(prepared, plan=draft, decisions=tuple(decisions))
+    if prepared.strict and prepared.adjustments:
+        raise ConfigError("--strict refuses what had to be adjusted:\n  - " + "\n  - ".join(prepared.adjustments))
+    return prepared
 
 
 def _task(config: ModelConfig, spec: ModelSpec) -> Task:
@@ -154,23 +185,24 @@ def _task(config: ModelConfig, spec: ModelSpec) -> Task:
     return task
 
 
-def _choose(config: ModelConfig, source: Source, spec: ModelSpec, task: Task, plugins: Plugins) -> Choice:
-    """Pick backend and dtype. With `--dtype auto` a native row is preferred to keeping the checkpoint's own type."""
+def _needs(config: ModelConfig, source: Source, spec: ModelSpec, task: Task) -> NeedFor:
+    """What to ask of a device, best data type first."""
     dtypes = _dtypes(config, spec, source)
+    return lambda device: [_need(config, spec, task, dtype, device) for dtype in dtypes]
 
-    def needs(device: Device) -> Sequence[Need]:
-        return [_need(config, spec, task, dtype, device) for dtype in dtypes]
 
-    choice = choose(plugins, needs, config.backend, config.device, config.allow_cpu_fallback)
-    if choice.support.level is Level.NATIVE:
-        return choice
-    for need in needs(choice.device):
+def _native(choice: Choice, needs: NeedFor) -> Choice:
+    """With `--dtype auto`, prefer a native row to keeping the checkpoint's own type on a slower one."""
+    wanted = needs(choice.device)
+    for need in [wanted] if isinstance(wanted, Need) else wanted:
+        if choice.support.level is Level.NATIVE:
+            break
         try:
             support = find(choice.spec.support, need)
         except Unsupported:
             continue
         if support.level is Level.NATIVE:
-            return replace(choice, need=need, support=support)
+            choice = replace(choice, need=need, support=support)
     return choice
 
 

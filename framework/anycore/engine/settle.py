@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from anycore.choose import Choice
 from anycore.config import ModelConfig, default_of
-from anycore.contract.declare import BackendSpec, Support, Task
+from anycore.contract.declare import Task
 from anycore.engine.memory import MemoryPlan, Wish
 from anycore.engine.tasks import is_paged
 from anycore.models.spec import ModelSpec
@@ -29,13 +30,12 @@ class Decision:
         return f"{self.name} = {self.value} ({self.by}{': ' + self.why if self.why else ''})"
 
 
-def wish_of(
-    config: ModelConfig, spec: ModelSpec, task: Task, backend: BackendSpec, support: Support, dtype: str
-) -> Wish:
+def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, choice: Choice) -> Wish:
     """What the memory plan has to decide, from the user's settings and the backend's defaults."""
+    backend, support = choice.spec, choice.support
     block_size = config.block_size or (support.block_sizes[0] if support.block_sizes else 16)
     return Wish(
-        dtype=dtype,
+        dtype=choice.need.weights,
         block_size=block_size,
         utilization=config.memory_utilization or backend.memory_utilization,
         paged=is_paged(spec, task),
@@ -50,7 +50,7 @@ def wish_of(
 
 
 def settle(
-    config: ModelConfig, spec: ModelSpec, task: Task, backend: BackendSpec, wish: Wish, plan: MemoryPlan
+    config: ModelConfig, spec: ModelSpec, task: Task, choice: Choice, wish: Wish, plan: MemoryPlan
 ) -> list[Decision]:
     """List the effective settings."""
     limits = plan.limits
@@ -58,7 +58,13 @@ def settle(
     shorter = config.max_model_len is None and limits.max_model_len < own
     decisions = [
         Decision("task", task.value, "flag" if config.task != "auto" else "model"),
-        Decision("backend", backend.name, "flag" if config.backend != "auto" else "default"),
+        Decision(
+            "backend",
+            choice.spec.name,
+            "flag" if config.backend != "auto" else "default",
+            "; ".join(choice.notices),
+            adjusted=choice.fell_back,
+        ),
         _dtype(config, spec, wish.dtype),
         Decision(
             "max_model_len",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from anycore.contract.declare import Task
 from anycore.engine.engine import Engine
 from anycore.engine.request import Delta, FinishReason, NewRequest, PoolingParams, SamplingParams
-from anycore.errors import AnycoreError, NonFiniteOutput
+from anycore.errors import AnycoreError, NonFiniteOutput, PluginError
 
 ROWS = 16
+
+log = logging.getLogger(__name__)
 
 
 def warm_up(engine: Engine) -> None:
@@ -15,6 +19,7 @@ def warm_up(engine: Engine) -> None:
 
     Raises:
         NonFiniteOutput: an output held NaN or infinity.
+        PluginError: an operation failed on the device.
         AnycoreError: a reranker gave two different inputs exactly the same score.
     """
     vocab = engine.spec.vocab_size
@@ -23,8 +28,17 @@ def warm_up(engine: Engine) -> None:
     for number, tokens in enumerate(texts):
         engine.add(_request(engine.task, f"warm-up-{number}", tokens))
     deltas: list[Delta] = []
-    while engine.has_work():
-        deltas += engine.step()
+    try:
+        while engine.has_work():
+            deltas += engine.step()
+    except Exception as error:
+        backend = engine.runner.backend
+        raise PluginError(
+            f"backend {backend.name} failed in the warm-up of {engine.spec.architecture} on "
+            f"{engine.card.get('device')}: {type(error).__name__}: {error}. This chip, driver or kernel pack does not run what the model needs; "
+            "another backend may: --backend cpu",
+            param="backend",
+        ) from error
     for delta in deltas:
         if delta.finish is FinishReason.ERROR:
             raise NonFiniteOutput(
@@ -37,6 +51,8 @@ def warm_up(engine: Engine) -> None:
             f"the reranker gives two different inputs the same score {scores[0]}: its yes and no rows are equal, "
             "so the head was read from the wrong matrix or never trained"
         )
+    for operation in engine.runner.backend.fallbacks:
+        log.warning("the device lacks %s: a slower stand-in computes it (op_fallback_total counts it)", operation)
     engine.reset_prefix_cache()
     engine.forget_stats()
 
