@@ -131,9 +131,8 @@ class LLM:
             ]
         for delta in self._run(requests):
             output = outputs[delta.id][delta.index]
-            if output.finish_reason is None:
-                if self._extend(output, texts[delta.id][delta.index], delta):
-                    self.engine.abort(delta.id, delta.index)
+            if output.finish_reason is None and self._extend(output, texts[delta.id][delta.index], delta):
+                self.engine.abort(delta.id, delta.index)
         whole = [outputs[request.id] for request in requests]
         for first, *others in whole:
             first.others = others

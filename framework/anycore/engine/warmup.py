@@ -35,7 +35,8 @@ def warm_up(engine: Engine) -> None:
         backend = engine.runner.backend
         raise PluginError(
             f"backend {backend.name} failed in the warm-up of {engine.spec.architecture} on "
-            f"{engine.card.get('device')}: {type(error).__name__}: {error}. This chip, driver or kernel pack does not run what the model needs; "
+            f"{engine.card.get('device')}: {type(error).__name__}: {error}. This chip, driver or kernel pack does not run "
+            "what the model needs; "
             "another backend may: --backend cpu",
             param="backend",
         ) from error
