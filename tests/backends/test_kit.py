@@ -1,4 +1,4 @@
-"""The conformance kit must catch what kernel authors get wrong. Each mutant is the contract's default with one mistake."""
+"""The conformance kit must catch what kernel authors get wrong. A mutant is the contract's default with one mistake."""
 
 from __future__ import annotations
 

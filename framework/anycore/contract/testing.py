@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from anycore.contract import checks
+from anycore.contract import checks, endtoend
 from anycore.contract.backend import Backend, KVSpec
 from anycore.contract.checks import AttentionCase
 from anycore.contract.declare import CONTRACT_VERSION, DTYPES, FEATURES, BackendSpec, Level, Support, Task
@@ -163,6 +164,32 @@ class BackendConformance:
 
     def test_sampling(self, device: Backend) -> None:
         checks.check_sampling(device)
+
+    # --- whole tasks ---------------------------------------------------------------------------------------------
+
+    def test_generates(self, device: Backend, dtype: str, tmp_path: Path) -> None:
+        self.need(Task.GENERATE, "causal", dtype)
+        endtoend.save_decoder(tmp_path, self.head_dim("causal"))
+        endtoend.check_generate(self.backend, dtype, tmp_path)
+
+    def test_embeds(self, device: Backend, dtype: str, tmp_path: Path) -> None:
+        self.need(Task.EMBED, "bidirectional", dtype)
+        endtoend.save_encoder(tmp_path, self.head_dim("bidirectional"), Task.EMBED)
+        endtoend.check_embed(self.backend, dtype, tmp_path)
+
+    def test_reranks(self, device: Backend, dtype: str, tmp_path: Path) -> None:
+        self.need(Task.RERANK, "bidirectional", dtype)
+        endtoend.save_encoder(tmp_path, self.head_dim("bidirectional"), Task.RERANK)
+        endtoend.check_rerank(self.backend, dtype, tmp_path)
+
+    def need(self, task: Task, attention: str, dtype: str) -> None:
+        """Skip where the table does not claim it."""
+        rows = [row for row in self.claims() if task in row.tasks and row.attention == attention]
+        if not any(dtype in row.weights for row in rows):
+            pytest.skip(f"{task.value} with {attention} attention in {dtype} is not claimed")
+
+    def head_dim(self, attention: str) -> int:
+        return next((row.head_dims[0] for row in self.claims() if row.attention == attention and row.head_dims), 64)
 
 
 def dtypes(rows: list[Support]) -> Iterator[str]:
