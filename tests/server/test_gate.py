@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from server.fake_child import scripted
-from server.harness import Live, serve_here
+from server.harness import Live, patience, serve_here
 from starlette.types import Message
 
 from anycore.config import ModelConfig
@@ -101,7 +101,7 @@ def test_o02_a_body_over_the_limit_is_refused_unread(live: Live) -> None:
     )
     started = time.monotonic()
     assert b" 413 " in raw(live, b"\r\n".join(lines) + b"\r\n\r\n")
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 2 * patience()
     alive(live)
 
 
@@ -139,7 +139,7 @@ def test_depth_counts_brackets_outside_strings() -> None:
 def test_depth_is_checked_in_linear_time(body: bytes) -> None:
     started = time.monotonic()
     check_depth(b"[" * (MAX_DEPTH + 1) + body)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 3 * patience()
 
 
 def test_request_ids_are_echoed_or_made(live: Live) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 from server.fake_child import scripted
-from server.harness import serve_here
+from server.harness import patience, serve_here
 
 from anycore import __version__
 from anycore.config import ModelConfig
@@ -60,7 +60,7 @@ def test_o01_probes_are_quick_and_free_under_load(t_lm: Path) -> None:
                 seconds.append(time.monotonic() - started)
                 assert response.status_code == 200
                 assert "x-request-id" not in response.headers
-        assert sorted(seconds)[len(seconds) * 95 // 100] < 0.1
+        assert sorted(seconds)[len(seconds) * 95 // 100] < 0.1 * patience()
         assert live.server.clients[0].stats.blocks_free == before
         assert {w.result().status_code for w in work} == {200}
 

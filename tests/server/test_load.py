@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.harness import Live, serve_here
+from server.harness import Live, patience, serve_here
 
 from anycore.config import ModelConfig
 from anycore.engine.request import Stats
@@ -44,7 +44,7 @@ def idle(live: Live) -> bool:
 @pytest.mark.parametrize(("n", "accepted"), [(1, 5), (3, 1)])
 def test_m09_the_queue_is_bounded(live: Live, n: int, accepted: int) -> None:
     with ThreadPoolExecutor(10) as pool:
-        answers = list(pool.map(lambda _: live.post("/v1/completions", body(150, n=n)), range(10)))
+        answers = list(pool.map(lambda _: live.post("/v1/completions", body(80, n=n)), range(10)))
     refused = [answer for answer in answers if answer.status_code != 200]
     assert len(answers) - len(refused) == accepted
     for answer in refused:
@@ -94,9 +94,9 @@ def test_m10_a_client_that_leaves_frees_all(live: Live, streamed: bool, n: int) 
 
 
 def test_m10_leaving_the_queue_or_in_the_middle_of_a_prompt(live: Live) -> None:
-    alone = live.post("/v1/completions", body(200)).json()["choices"][0]["text"]
+    alone = live.post("/v1/completions", body(120)).json()["choices"][0]["text"]
     with ThreadPoolExecutor(4) as pool:
-        neighbour = pool.submit(live.post, "/v1/completions", body(200))
+        neighbour = pool.submit(live.post, "/v1/completions", body(120))
         leavers = [pool.submit(leave, live, False, 1, [5] * 90) for _ in range(3)]
         for leaver in leavers:
             leaver.result()
@@ -112,4 +112,4 @@ def test_m10_fifty_in_a_row(live: Live) -> None:
     live.wait(lambda: idle(live), 1)
     assert stats(live).blocks_free == stats(live).blocks
     assert live.post("/v1/completions", body(4)).status_code == 200
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 15 * patience()

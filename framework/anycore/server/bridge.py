@@ -10,14 +10,11 @@ import logging
 import os
 import signal
 import sys
-import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
@@ -25,18 +22,11 @@ import zmq
 import zmq.asyncio
 
 from anycore.config import ModelConfig
-from anycore.engine.request import Delta, FinishReason, NewRequest, RequestRecord, Stats
-from anycore.errors import (
-    AnycoreError,
-    BadRequest,
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    NonFiniteOutput,
-    Overloaded,
-    TaskNotSupported,
-    Unavailable,
-)
+from anycore.engine.request import NewRequest, Stats
+from anycore.errors import AnycoreError, BadRequest, Unavailable
 from anycore.server import wire
+from anycore.server.logs import log_crash
+from anycore.server.stream import Observer, Stream, error_of
 
 COMMAND = (sys.executable, "-m", "anycore.server.child")
 LAST_WORDS_SECONDS = 0.1  # between a process's end and the end of reading what it had sent
@@ -55,154 +45,11 @@ class Phase(str, Enum):
     DEAD = "dead"
 
 
-class Observer(Protocol):
-    """Who is told about an engine and its requests: metrics and plugins."""
-
-    def begin(self, card: dict[str, Any], stats: Callable[[], Stats]) -> None: ...  # it is ready
-    def tokens(self, seconds: float | None) -> None: ...  # a delta with tokens; seconds since the one before
-    def refused(self, code: str | None) -> None: ...
-    def finished(self, record: RequestRecord, request: NewRequest) -> None: ...
-
-
 class Child(Protocol):
     """What the client needs of a process; `asyncio.subprocess.Process` has it."""
 
     async def wait(self) -> int: ...
     def kill(self) -> None: ...
-
-
-class Stream:
-    """The deltas of one request, in order, until every sequence has finished.
-
-    Use it as `async with client.submit(request) as stream`, then `async for delta in stream`. An error of the engine
-    is raised as the AnycoreError whose envelope the client should see.
-    """
-
-    def __init__(self, client: EngineClient, request: NewRequest) -> None:
-        self.request = request
-        self._client = client
-        self._arrived = asyncio.Event()
-        self._deltas: deque[Delta] = deque()
-        self._error: AnycoreError | None = None
-        self._admitted = False
-        self._open = set(range(request.sampling.n if request.sampling else 1))
-        self._submitted = time.monotonic()
-        self._first = self._last = 0.0
-        self._queued = 0.0
-        self._cached = self._generated = 0
-        self._recorded = False
-
-    async def admitted(self) -> None:
-        """Wait until the engine has taken the request.
-
-        Raises:
-            AnycoreError: it was refused; Overloaded when the queue is full.
-        """
-        while not (self._admitted or self._deltas or self._error):
-            await self._wait()
-        if self._error and not self._admitted:
-            raise self._error
-
-    def stop(self, index: int = 0) -> None:
-        """End one sequence here (a stop string was found); when it was the last, the engine drops the request."""
-        self._open.discard(index)
-        self._deltas = deque(delta for delta in self._deltas if delta.index != index)
-        if not self._open and not self._recorded:
-            self._client.abort(self.request.id)
-            self._record(FinishReason.STOP)
-        self._arrived.set()
-
-    def close(self) -> None:
-        """End the request if it has not ended: nothing of it stays in the engine."""
-        if not self._recorded:
-            self._client.abort(self.request.id)
-            self._record(FinishReason.ABORT)
-
-    async def __aenter__(self) -> Stream:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while not self._deltas:
-            if self._error:
-                raise self._error
-            if not self._open or self._recorded:
-                raise StopAsyncIteration
-            await self._wait()
-        return self._deltas.popleft()
-
-    async def _wait(self) -> None:
-        self._arrived.clear()
-        await self._arrived.wait()
-
-    # --- what the client calls ----------------------------------------------------------------------------------
-
-    def admit(self) -> None:
-        self._admitted = True
-        self._arrived.set()
-
-    def take(self, delta: Delta) -> None:
-        """Accept a delta that came from the engine."""
-        if delta.index not in self._open:
-            return  # stopped here, while the engine had one more token under way
-        if delta.error is not None:
-            self.fail(error_of(delta.error, delta.error_code), abort=len(self._open) > 1)
-            return
-        now = time.monotonic()
-        if delta.token_ids or delta.finish:
-            self._queued = self._queued or delta.queue_seconds
-            self._cached = max(self._cached, delta.cached_tokens)
-            self._generated += len(delta.token_ids)
-            self._client.observer.tokens(now - self._last if self._last else None)
-            self._first = self._first or now
-            self._last = now
-        self._deltas.append(delta)
-        if delta.finish:
-            self._open.discard(delta.index)
-            if not self._open:
-                self._record(delta.finish)
-        self._arrived.set()
-
-    def fail(self, error: AnycoreError, *, abort: bool = False) -> None:
-        """End the request with an error, after the deltas that have arrived."""
-        self._error = error
-        if abort:
-            self._client.abort(self.request.id)
-        if self._admitted:
-            self._record(FinishReason.ERROR)
-        else:
-            self._recorded = True
-            self._client.forget(self)
-            self._client.observer.refused(error.code)
-        self._arrived.set()
-
-    def _record(self, finish: FinishReason) -> None:
-        if self._recorded:
-            return
-        self._recorded = True
-        self._client.forget(self)
-        request, now = self.request, time.monotonic()
-        record = RequestRecord(
-            id=request.id,
-            model=self._client.config.names[0],
-            task=request.task,
-            prompt_tokens=len(request.token_ids),
-            cached_tokens=self._cached,
-            output_tokens=self._generated,
-            sequences=request.sampling.n if request.sampling else 1,
-            finish=finish.value,
-            queue_seconds=self._queued,
-            first_token_seconds=self._first - self._submitted if self._first else None,
-            total_seconds=now - self._submitted,
-        )
-        self._client.observer.finished(record, request)
 
 
 class EngineClient:
@@ -222,6 +69,7 @@ class EngineClient:
         progress: Callable[[str, float], None] | None = None,
     ) -> None:
         self.config = config
+        self.name = config.names[0]
         self.observer = observer
         self.phase = Phase.STARTING
         self.activity = ""  # what it is doing while loading
@@ -242,6 +90,9 @@ class EngineClient:
             strict=strict,
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Commands leave by a plain socket: with no limit on its queue, sending never waits.
+        self._commands = self._context.socket(zmq.PUSH)
+        self._reports = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         self._outbox: list[wire.Command] = []
         self._streams: dict[str, Stream] = {}
         self._child: Child | None = None
@@ -257,9 +108,6 @@ class EngineClient:
         self.ready: asyncio.Future[None] = loop.create_future()
         for future in (self.planned, self.ready):
             future.add_done_callback(lambda f: f.cancelled() or f.exception())  # nobody has to wait for them
-        # Commands leave by a plain socket: with no limit on its queue, sending never waits.
-        self._reports = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
-        self._commands = self._context.socket(zmq.PUSH)
         self._reports.set_hwm(0)
         self._commands.set_hwm(0)
         self._commands.linger = 0
@@ -282,15 +130,14 @@ class EngineClient:
 
     async def stop(self) -> None:
         """End the process: politely when it turns its loop, else by SIGKILL."""
-        if self._child is None:
-            return
         self._stopping = True
-        if self.phase is Phase.READY:
-            self._send(wire.Stop())
-            await asyncio.wait([self._watcher], timeout=STOP_SECONDS)
-        if not self._watcher.done():
-            self.kill()
-        await self._watcher
+        if self._child is not None:
+            if self.phase is Phase.READY:
+                self._send(wire.Stop())
+                await asyncio.wait([self._watcher], timeout=STOP_SECONDS)
+            if not self._watcher.done():
+                self.kill()
+            await self._watcher
         self._reports.close()
         self._commands.close()
         self._context.term()
@@ -331,7 +178,7 @@ class EngineClient:
         if not self._stopping:
             self.failure = failure
         if self.phase is Phase.READY and not self._stopping:  # before that, `ready` raises it to whoever starts up
-            log.error("%s: %s", self.config.names[0], failure.message)
+            log.error("%s: %s", self.name, failure.message)
         self.phase = Phase.DEAD
         self.fail_all(Unavailable("the model's engine has ended; this request was not completed", code="engine_dead"))
         for future in (self.planned, self.ready):
@@ -390,8 +237,14 @@ class EngineClient:
             self._commands.send(wire.encode(commands), zmq.NOBLOCK)
 
     async def _read(self) -> None:
-        while True:
-            self._handle(wire.decode_report(await self._reports.recv()))
+        """Take what the engine process says, for as long as it lives."""
+        try:
+            while True:
+                self._handle(wire.decode_report(await self._reports.recv()))
+        except Exception as error:  # without its reports the engine is lost to us
+            log_crash(log, f"{self.name}: a report of the engine cannot be read", error)
+            self._die(Unavailable("the engine's reports cannot be read", code="engine_dead"))
+            self.kill()
 
     def _handle(self, report: wire.Report) -> None:
         if isinstance(report, wire.Output):
@@ -413,9 +266,9 @@ class EngineClient:
 
     def _show(self, report: wire.Progress) -> None:
         if self._progress is not None:
-            self._progress(f"{self.config.names[0]}: {report.name}", report.fraction)
+            self._progress(f"{self.name}: {report.name}", report.fraction)
         elif report.name != self.activity:
-            log.info("%s: %s", self.config.names[0], report.name)
+            log.info("%s: %s", self.name, report.name)
         self.activity, self.fraction = report.name, report.fraction
         if self.phase is Phase.LOADING and report.name.startswith("warm"):
             self.phase = Phase.WARMING
@@ -428,30 +281,10 @@ class EngineClient:
                 self._streams[request_id].admit()
         for refusal in output.refused:
             if refusal.id in self._streams:
-                self._streams[refusal.id].fail(error_of(refusal.message, refusal.code, refusal.param))
+                self._streams[refusal.id].fail(error_of(refusal.message, refusal.code, refusal.param, refusal.kind))
         for delta in output.deltas:
             if delta.id in self._streams:
                 self._streams[delta.id].take(delta)
-
-
-_ERRORS: dict[str | None, type[AnycoreError]] = {
-    kind.code: kind
-    for kind in (
-        BadRequest,
-        ContextLengthExceeded,
-        DeadlineExceeded,
-        NonFiniteOutput,
-        Overloaded,
-        TaskNotSupported,
-        Unavailable,
-    )
-}
-_ERRORS["shutting_down"] = Unavailable
-
-
-def error_of(message: str, code: str | None, param: str | None = None) -> AnycoreError:
-    """Make the exception again that the engine process reported by its code."""
-    return _ERRORS.get(code, AnycoreError)(message, param=param, code=code)
 
 
 def ending(code: int) -> str:

@@ -134,14 +134,15 @@ def obey(engine: Engine, command: wire.Command, output: wire.Output) -> None:
             engine.add(command.request)
             output.admitted.append(command.request.id)
         except AnycoreError as error:
-            output.refused.append(wire.Refusal(command.request.id, error.message, error.code, error.param))
+            kind = type(error).__name__
+            output.refused.append(wire.Refusal(command.request.id, error.message, error.code, error.param, kind))
     elif isinstance(command, wire.Abort):
         engine.abort(command.id)
     elif isinstance(command, wire.Drain):
         for request_id in unstarted(engine):
             engine.abort(request_id)
             message = "the server is shutting down; this request had not started"
-            output.refused.append(wire.Refusal(request_id, message, "shutting_down"))
+            output.refused.append(wire.Refusal(request_id, message, "shutting_down", kind="Unavailable"))
 
 
 def unstarted(engine: Engine) -> list[str]:
@@ -181,7 +182,7 @@ def main(launch: Launch) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent(boot.directory)
-    logs.configure(boot.log_level)
+    logs.configure(boot.log_level, label=boot.config.names[0])
     return run(boot, launch)
 
 
@@ -212,4 +213,6 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
 
 
 if __name__ == "__main__":
-    sys.exit(main(launch_model))
+    code = main(launch_model)
+    logging.shutdown()
+    os._exit(code)  # Python would spend a second and more on taking torch apart, and the front waits

@@ -12,8 +12,14 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from anycore.errors import AnycoreError, BadRequest, NotFound, Overloaded, Unauthorized, Unavailable
+from anycore.server.protocol import ErrorEnvelope
 
 RETRY_SECONDS = 1  # Retry-After while loading or draining
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorEnvelope, "description": "The request is wrong"},
+    "5XX": {"model": ErrorEnvelope, "description": "The server cannot answer now"},
+}
+"""What the OpenAPI document says about the errors of a route."""
 
 
 class WrongMethod(BadRequest):

@@ -14,8 +14,9 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 class MaskingFormatter(logging.Formatter):
     """Formats a record, traceback included, and masks the given secrets in the result."""
 
-    def __init__(self, secrets: Iterable[str]) -> None:
-        super().__init__(FORMAT)
+    def __init__(self, secrets: Iterable[str], label: str = "") -> None:
+        prefix = f"{label}: ".replace("%", "%%") if label else ""
+        super().__init__(FORMAT.replace("%(message)s", prefix + "%(message)s"))
         self._secrets = sorted({s for s in secrets if s}, key=len, reverse=True)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -25,10 +26,14 @@ class MaskingFormatter(logging.Formatter):
         return text
 
 
-def configure(level: str, secrets: Iterable[str] = ()) -> None:
-    """Send all log lines of this process to standard error; libraries only from warning on."""
+def configure(level: str, secrets: Iterable[str] = (), label: str = "") -> None:
+    """Send all log lines of this process to standard error; libraries only from warning on.
+
+    Args:
+        label: put before each message: which model an engine process is for.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(MaskingFormatter([*secrets, os.environ.get("HF_TOKEN", "")]))
+    handler.setFormatter(MaskingFormatter([*secrets, os.environ.get("HF_TOKEN", "")], label))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("anycore").setLevel(level.upper())
 

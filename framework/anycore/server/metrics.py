@@ -163,9 +163,8 @@ class ModelMetrics:
         self._success = {r.value: m._success.labels(*self.labels, r.value) for r in FinishReason}
         self._rejections = {r: m._rejections.labels(*self.labels, r) for r in (Overloaded.code, "other")}
 
-    def tokens(self, seconds: float | None) -> None:
-        if seconds is not None:
-            self._histograms["inter_token_latency_seconds"].observe(seconds)
+    def token_after(self, seconds: float) -> None:
+        self._histograms["inter_token_latency_seconds"].observe(seconds)
 
     def refused(self, code: str | None) -> None:
         self._rejections[code if code in self._rejections else "other"].inc()

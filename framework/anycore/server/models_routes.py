@@ -10,9 +10,10 @@ from fastapi import APIRouter, Depends
 from anycore.capabilities import capabilities as describe
 from anycore.contract.declare import Task
 from anycore.errors import ModelNotFound, Unavailable
+from anycore.server.failures import ERRORS
 from anycore.server.state import MAX_NAME, ServedModel, ServerState, state_of
 
-router = APIRouter(tags=["models"])
+router = APIRouter(tags=["models"], responses=ERRORS)
 State = Annotated[ServerState, Depends(state_of)]
 
 

@@ -9,22 +9,25 @@ from fastapi.responses import JSONResponse, Response
 
 from anycore import __version__
 from anycore.errors import Unavailable
-from anycore.server.failures import RETRY_SECONDS
+from anycore.server.failures import ERRORS, RETRY_SECONDS
 from anycore.server.metrics import CONTENT_TYPE
 from anycore.server.state import ServedModel, ServerState, state_of
 
-router = APIRouter(tags=["operations"])
+router = APIRouter(tags=["operations"], responses=ERRORS)
 State = Annotated[ServerState, Depends(state_of)]
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
-@router.api_route("/ping", methods=["GET", "HEAD"], include_in_schema=False)
+@router.get("/health")
+@router.head("/health", include_in_schema=False)
+@router.get("/ping", include_in_schema=False)
+@router.head("/ping", include_in_schema=False)
 async def health(state: State) -> Response:
     """Whether the process should be left alone: 200 also while it loads, is busy or drains; 503 once an engine died."""
     return _report(state, bad=state.phase == "dead")
 
 
-@router.api_route("/ready", methods=["GET", "HEAD"])
+@router.get("/ready")
+@router.head("/ready", include_in_schema=False)
 async def ready(state: State) -> Response:
     """Whether to send requests here: 200 when every model is ready, else 503 with the phase of each."""
     return _report(state, bad=state.phase != "ready")

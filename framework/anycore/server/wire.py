@@ -79,6 +79,7 @@ class Refusal(msgspec.Struct):
     message: str
     code: str | None
     param: str | None = None
+    kind: str = ""  # the exception's class
 
 
 class Output(msgspec.Struct, tag="output"):
