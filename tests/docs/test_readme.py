@@ -1,4 +1,4 @@
-"""The examples of the README and of the tutorial, executed: against tiny models, and against the real demo."""
+"""The examples of the README and of the pages, executed: against tiny models, and against the real demo."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from docs.pages import README, ROOT, blocks
+from docs.pages import PAGES, README, ROOT, Block, blocks
 from installed import install
 from server.harness import Live, serve_here, serve_process
 
+from anycore.cli.settings import read_file
 from anycore.config import ModelConfig
+from anycore.engine.memory import Room, Wish, plan
+from anycore.errors import DoesNotFit
+from anycore.models import families
 from anycore.models.catalog import DEMO
 
 ADDRESS = "127.0.0.1:8000"
@@ -109,6 +113,38 @@ output = llm.generate("Paris", SamplingParams(max_tokens=3, ignore_eos=True))[0]
 print(type(llm.engine.runner.backend).__name__, output.finish_reason)
 """
     assert python(code, PYTHONPATH=str(tmp_path)).split() == ["Echo", "length"]
+
+
+def test_the_error_of_the_concepts_page_is_what_comes(stand_in: Live) -> None:
+    (block,) = blocks(ROOT / "docs" / "concepts.md", "json")
+    body = {"model": "gpt", "messages": [{"role": "user", "content": "Hi"}]}
+    assert stand_in.post("/v1/chat/completions", body).json() == json.loads(block.code)
+
+
+def test_the_memory_plan_of_the_concepts_page_is_right() -> None:
+    """Case M01: the refusal as the page prints it."""
+    (block,) = blocks(ROOT / "docs" / "concepts.md", "text")
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+    }
+    wish = Wish("bfloat16", 128, 0.9, paged=True, max_model_len=40960, kv_cache_memory=4 * 2**30)
+    with pytest.raises(DoesNotFit) as caught:
+        plan(families.read(config), wish, Room("cpu", 64 * 2**30))
+    assert str(caught.value).split() == block.code.split()
+
+
+@pytest.mark.parametrize("block", [b for page in PAGES for b in blocks(page, "yaml")], ids=str)
+def test_yaml_examples_are_settings(block: Block, tmp_path: Path) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(block.code)
+    assert len(read_file(path).models) == block.code.count("- model:")
 
 
 @pytest.mark.models
