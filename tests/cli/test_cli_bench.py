@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.tiny import tiny_lm
+import tiny
 
 from anycore.cli import workloads
 from anycore.cli.main import main
 
 
 def test_bench_prints_one_object_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(tiny_lm(tmp_path, layers=1))
+    model = str(tiny.tiny_lm(tmp_path, layers=1))
     words = ["bench", "offline", model, "--workload", "g1", "--runs", "1", "--dtype", "float32"]
     assert main([*words, "--kv-cache-memory", "8MiB"]) == 0
     row = json.loads(capsys.readouterr().out)

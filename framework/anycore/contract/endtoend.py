@@ -35,17 +35,13 @@ SIZES: dict[str, Any] = {"intermediate_size": 96, "num_hidden_layers": 2, "vocab
 
 def save_decoder(folder: Path, head_dim: int) -> None:
     """Write a random Llama with grouped heads."""
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape: dict[str, Any] = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": head_dim,
-    }
+    shape: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, **shape, max_position_embeddings=128)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    config = LlamaConfig(**SIZES, **shape, head_dim=head_dim, max_position_embeddings=128)
+    model: Any = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
 
 
 def save_encoder(folder: Path, head_dim: int, task: Task) -> None:
