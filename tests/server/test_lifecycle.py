@@ -121,8 +121,9 @@ def test_o07_a_stop_while_loading_is_prompt(t_lm: Path) -> None:
         assert gone(engines)
 
 
-def test_o07_engines_do_not_outlive_a_killed_server(t_lm: Path) -> None:
-    with serve_scripted(t_lm, names="a,b", tasks="generate,generate") as live:
+def test_o07_engines_do_not_outlive_a_killed_server(t_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("t")
+    with serve_scripted(t_lm, names="a,b", tasks="generate,generate", env={"TMPDIR": str(folder)}) as live:
         engines = live.engines()
         assert len(engines) == 2
         live.signal(signal.SIGKILL)
@@ -131,6 +132,7 @@ def test_o07_engines_do_not_outlive_a_killed_server(t_lm: Path) -> None:
         while not gone(engines):
             assert time.monotonic() < end
             time.sleep(0.05)
+        assert list(folder.iterdir()) == []
 
 
 def test_o01_a_killed_engine_is_seen_and_ends_the_server(t_lm: Path) -> None:

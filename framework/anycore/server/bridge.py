@@ -258,11 +258,19 @@ class EngineClient:
             self.card, self.stats = report.card, report.stats
             self.phase, self.activity, self.fraction = Phase.READY, "", 1.0
             self.observer.begin(self.card, lambda: self.stats)
+            self._forget_paths()
             self.ready.set_result(None)
         else:
             failure = AnycoreError(report.message, param=report.param, code=report.code)
             failure.exit_code = report.exit_code
             self._die(failure)
+
+    def _forget_paths(self) -> None:
+        """Remove the socket files, now that both are connected: a killed server leaves nothing behind."""
+        for address in (self._boot.commands, self._boot.reports):
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        with suppress(OSError):  # another engine's are still there
+            Path(self._boot.directory).rmdir()
 
     def _show(self, report: wire.Progress) -> None:
         if self._progress is not None:

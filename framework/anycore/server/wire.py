@@ -16,7 +16,7 @@ class Boot(msgspec.Struct, kw_only=True):
     config: ModelConfig
     commands: str  # ZeroMQ address the engine process binds and reads
     reports: str  # ZeroMQ address it connects to and writes
-    directory: str  # where the sockets live; removed by whoever is left last
+    directory: str  # where the sockets live until they are connected
     log_level: str = "info"
     strict: bool = False
 
