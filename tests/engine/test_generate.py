@@ -337,3 +337,20 @@ def test_m12_state_returns_to_its_baseline(t_lm: Path) -> None:
     assert not made.scheduler.running
     assert made.pool is not None
     assert not made.pool._coming
+
+
+def test_one_sequence_can_be_ended_and_waiting_requests_dropped(t_lm: Path) -> None:
+    made = engine(t_lm, max_num_seqs=1)
+    made.add(request("three", [5, 6, 7], n=3, temperature=1.0, seed=1))
+    made.add(request("waiting", [5, 6, 7]))
+    made.step()
+    assert made.drain() == ["waiting"]
+    made.abort("three", 1)
+    outputs = finish(made)
+    assert sorted(index for _, index in outputs) == [0, 2]
+    assert made.stats().aborted == 2
+
+
+def test_the_smallest_queue_warms_up(t_lm: Path) -> None:
+    made = engine(t_lm, max_num_seqs=1, max_queued=0)
+    assert len(run(made, [[5, 6]])[0].tokens) == 12

@@ -11,7 +11,6 @@ import math
 import struct
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from anycore.contract.declare import Task
@@ -21,7 +20,6 @@ from anycore.server import child, wire
 
 class EchoEngine:
     def __init__(self, eos: int) -> None:
-        self.scheduler = SimpleNamespace(waiting=[], running=[])
         self._eos = eos
         self._stats = Stats(blocks=100, blocks_free=100)
         self._running: dict[str, tuple[NewRequest, int]] = {}  # with the number of tokens said so far
@@ -29,8 +27,11 @@ class EchoEngine:
     def add(self, new: NewRequest) -> None:
         self._running[new.id] = (new, 0)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, index: int | None = None) -> None:
         self._stats.aborted += self._running.pop(request_id, None) is not None
+
+    def drain(self) -> list[str]:
+        return []
 
     def has_work(self) -> bool:
         return bool(self._running)

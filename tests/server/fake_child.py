@@ -54,10 +54,18 @@ class ScriptedEngine:
             timing = SimpleNamespace(started=0.0)
             self.scheduler.waiting.append(SimpleNamespace(id=new.id, index=index, new=new, done=0, timing=timing))
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, index: int | None = None) -> None:
         for queue in (self.scheduler.waiting, self.scheduler.running):
-            self.counts.aborted += sum(r.id == request_id for r in queue)
-            queue[:] = [r for r in queue if r.id != request_id]
+            left = [r for r in queue if r.id != request_id or index not in (None, r.index)]
+            self.counts.aborted += len(queue) - len(left)
+            queue[:] = left
+
+    def drain(self) -> list[str]:
+        begun = {r.id for r in self.scheduler.running}
+        dropped = list(dict.fromkeys(r.id for r in self.scheduler.waiting if r.id not in begun))
+        for request_id in dropped:
+            self.abort(request_id)
+        return dropped
 
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)

@@ -106,6 +106,13 @@ class Engine:
                 self._leave(request)
                 self._stats.aborted += 1
 
+    def drain(self) -> list[str]:
+        """End the requests of which no sequence has run yet, and return their ids."""
+        dropped = [name for name, parts in self._requests.items() if not any(part.timing.started for part in parts)]
+        for request_id in dropped:
+            self.abort(request_id)
+        return dropped
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._requests) or self._in_flight is not None or bool(self._early)

@@ -106,14 +106,14 @@ class Scheduler:
 
         Decodes come out of the budget before any prompt chunk, so that a long prompt never stalls them.
         """
-        ready = [request for request in self.running if self._has_rows(request)]
-        decodes = sum(request.remaining == 1 for request in ready)
+        ready = [(request, left) for request in self.running if (left := _rows_left(request))]
+        decodes = sum(left == 1 for _, left in ready)
         budget = self.limits.max_num_batched_tokens - decodes
         preempted = False
-        for request in ready:
+        for request, left in ready:
             if request.status is not Status.RUNNING:
                 continue  # preempted by an earlier one in this loop
-            rows = 1 if request.remaining == 1 else min(request.remaining, budget)
+            rows = 1 if left == 1 else min(left, budget)
             if rows == 0:
                 continue
             before = self.preemptions
@@ -121,30 +121,23 @@ class Scheduler:
             preempted |= self.preemptions != before
             if not fits:
                 break  # it gave up its own blocks: everyone after it ranks lower still
-            if request.remaining > 1:
+            if left > 1:
                 budget -= rows
-            step.entries.append(Entry(request, request.num_computed, rows, rows == request.remaining))
+            step.entries.append(Entry(request, request.num_computed, rows, rows == left))
         return budget, preempted
-
-    def _has_rows(self, request: Request) -> bool:
-        """Whether a running request has something to compute that the host may schedule now."""
-        if request.remaining == 0:
-            return False
-        if request.num_pending:  # a token is under way that the host has not seen
-            return request.num_tokens < request.max_total and not request.needs_host
-        return True
 
     def _grow(self, request: Request, rows: int) -> bool:
         """Make room for `rows` more tokens, preempting lower ranks; False if the request had to give way itself."""
         assert self.pool is not None
         missing = self.pool.blocks_for(request.num_computed + rows) - len(request.blocks)
+        if missing <= 0:
+            return True
         while missing > self.pool.free:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        if missing > 0:
-            request.blocks += self.pool.take(missing)
+        request.blocks += self.pool.take(missing)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -283,6 +276,16 @@ class Scheduler:
             step.entries.append(entry)
             self._advance(entry)
         return step
+
+
+def _rows_left(request: Request) -> int:
+    """Rows of a running request that the host may schedule now."""
+    tokens = len(request.tokens)
+    if request.num_pending:  # a token is under way that the host has not seen
+        tokens += request.num_pending
+        if tokens >= request.max_total or request.needs_host:
+            return 0
+    return tokens - request.num_computed
 
 
 def _rank(request: Request) -> tuple[float, ...]:

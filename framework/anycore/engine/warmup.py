@@ -25,19 +25,21 @@ def warm_up(engine: Engine) -> None:
     vocab = engine.spec.vocab_size
     length = min(ROWS, engine.limits.max_model_len - 2)
     texts = [[(7 + 3 * i + i * i) % vocab for i in range(length)], [(11 + 5 * i) % vocab for i in range(length)]]
-    for number, tokens in enumerate(texts):
-        engine.add(_request(engine.task, f"warm-up-{number}", tokens))
+    requests = [_request(engine.task, f"warm-up-{i}", tokens) for i, tokens in enumerate(texts)]
     deltas: list[Delta] = []
     try:
+        for request in requests:
+            while not engine.has_room(request):
+                deltas += engine.step()
+            engine.add(request)
         while engine.has_work():
             deltas += engine.step()
     except Exception as error:
         backend = engine.runner.backend
         raise PluginError(
             f"backend {backend.name} failed in the warm-up of {engine.spec.architecture} on "
-            f"{engine.card.get('device')}: {type(error).__name__}: {error}. This chip, driver or kernel pack does not run "
-            "what the model needs; "
-            "another backend may: --backend cpu",
+            f"{engine.card.get('device')}: {type(error).__name__}: {error}. This chip, driver or kernel pack does not "
+            "run what the model needs; another backend may: --backend cpu",
             param="backend",
         ) from error
     for delta in deltas:

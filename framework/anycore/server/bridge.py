@@ -209,10 +209,10 @@ class EngineClient:
         self._send(wire.Submit(request))
         return stream
 
-    def abort(self, request_id: str) -> None:
-        """Let the engine forget a request."""
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Let the engine forget a request, or one sequence of it."""
         if self.phase is Phase.READY:
-            self._send(wire.Abort(request_id))
+            self._send(wire.Abort(request_id, index))
 
     def forget(self, stream: Stream) -> None:
         """Stop routing deltas to a stream that has ended."""

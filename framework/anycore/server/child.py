@@ -32,10 +32,9 @@ log = logging.getLogger(__name__)
 class Engine(Protocol):
     """What the loop needs of `engine.engine.Engine`."""
 
-    scheduler: Any  # its lists `waiting` and `running`
-
     def add(self, new: NewRequest) -> None: ...
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
+    def drain(self) -> list[str]: ...
     def step(self) -> list[Delta]: ...
     def has_work(self) -> bool: ...
     def stats(self) -> Stats: ...
@@ -137,18 +136,11 @@ def obey(engine: Engine, command: wire.Command, output: wire.Output) -> None:
             kind = type(error).__name__
             output.refused.append(wire.Refusal(command.request.id, error.message, error.code, error.param, kind))
     elif isinstance(command, wire.Abort):
-        engine.abort(command.id)
+        engine.abort(command.id, command.index)
     elif isinstance(command, wire.Drain):
-        for request_id in unstarted(engine):
-            engine.abort(request_id)
+        for request_id in engine.drain():
             message = "the server is shutting down; this request had not started"
             output.refused.append(wire.Refusal(request_id, message, "shutting_down", kind="Unavailable"))
-
-
-def unstarted(engine: Engine) -> list[str]:
-    """Return the ids of requests of which no sequence has run yet."""
-    begun = {r.id for r in engine.scheduler.running} | {r.id for r in engine.scheduler.waiting if r.timing.started}
-    return list(dict.fromkeys(r.id for r in engine.scheduler.waiting if r.id not in begun))
 
 
 def die_with_parent(directory: str) -> None:
@@ -192,22 +184,12 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
     from anycore.engine.launch import build, prepare
 
     prepared = prepare(boot.config, plugins.load(), strict=boot.strict, progress=progress)
-    for adjustment in prepared.adjustments:
-        log.warning("%s: %s", boot.config.names[0], adjustment)
     source = prepared.source
     planned = wire.Planned(prepared.card(), source.name, str(source.folder), str(source.gguf) if source.gguf else None)
 
     def build_engine(progress: Progress) -> tuple[Engine, dict[str, Any]]:
         engine = build(prepared, progress)
-        limits = engine.limits  # as the open device allowed
-        return engine, {
-            **prepared.card(),
-            "max_model_len": limits.max_model_len,
-            "max_num_seqs": limits.max_num_seqs,
-            "block_size": limits.block_size,
-            "num_blocks": limits.blocks,
-            "prefix_caching": limits.blocks > 0 and boot.config.enable_prefix_caching,
-        }
+        return engine, engine.card
 
     return planned, build_engine
 

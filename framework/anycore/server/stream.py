@@ -30,7 +30,7 @@ class Owner(Protocol):
 
     @property
     def name(self) -> str: ...  # of the model
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str, index: int | None = None) -> None: ...
     def forget(self, stream: Stream) -> None: ...
 
 
@@ -57,12 +57,13 @@ class Stream:
         self._recorded = False
 
     def stop(self, index: int = 0) -> None:
-        """End one sequence here (a stop string was found); when it was the last, the engine drops the request."""
+        """End one sequence here (a stop string was found), and in the engine."""
         self._open.discard(index)
         self._deltas = deque(delta for delta in self._deltas if delta.index != index)
-        if not self._open and not self._recorded:
-            self._owner.abort(self.request.id)
-            self._record(FinishReason.STOP)
+        if not self._recorded:
+            self._owner.abort(self.request.id, index)
+            if not self._open:
+                self._record(FinishReason.STOP)
         self._arrived.set()
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ class Submit(msgspec.Struct, tag="submit"):
 
 class Abort(msgspec.Struct, tag="abort"):
     id: str
+    index: int | None = None  # of one sequence; None: the whole request
 
 
 class Drain(msgspec.Struct, tag="drain"):
