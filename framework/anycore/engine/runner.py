@@ -6,6 +6,7 @@ takes its id from the samples of the step before, on the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -17,11 +18,11 @@ from anycore.contract.backend import Backend, Download, Limits, StepOutput
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.declare import Task
 from anycore.contract.sampling import report
+from anycore.engine.building import BatchBuilder
 from anycore.engine.pooling import pool
 from anycore.engine.request import Request, TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.scheduler import Entry, Step
-from anycore.engine.tables import BlockTables
 from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
 
@@ -48,6 +49,7 @@ class Wanted:
     sampled: list[Request] = field(default_factory=list)  # one row each
     prompt: list[tuple[Request, int, int]] = field(default_factory=list)  # prompt scores: request, position, rows
     pooled: list[tuple[Request, int]] = field(default_factory=list)  # pooled requests and their number of rows
+    only_sampled: bool = False  # every request of the step has a token sampled
 
 
 @dataclass
@@ -60,14 +62,14 @@ class Launched:
     arrive: Download
 
 
-@dataclass
+@dataclass(slots=True)
 class Result:
     """What a step brought for one request."""
 
     token: int | None = None
     logprob: TokenLogprob | None = None
     prompt_start: int = 0  # position of the row behind the first of `prompt_scores`
-    prompt_scores: list[TokenLogprob] = field(default_factory=list)
+    prompt_scores: Sequence[TokenLogprob] = ()
     vector: np.ndarray[Any, np.dtype[np.float32]] | None = None  # pooled, or the labels' logits
     finite: bool = True
 
@@ -82,17 +84,21 @@ class Runner:
         self.limits = limits
         self.kv = kv
         self.sampler = Sampler(model.spec.vocab_size, backend.device, backend.memory)
-        self.tables = BlockTables(limits)
+        self.builder = BatchBuilder(model.spec, backend.memory, limits, kv)
         self._rows = wanted_rows(model.spec, task)
         self._step = backend.optimize(self._run, limits)
-        self._last: Samples | None = None
-        self._places: dict[int, int] = {}  # id(request) -> its row in `_last`
+        self._before: Wanted | None = None  # of the step before
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         """Build the batch and hand it to the device."""
-        wanted = self._wanted(step)
-        batch = self._batch(step, wanted.rows)
+        before = self._before
+        if before is not None and before.only_sampled and before.sampled == [entry.request for entry in step.entries]:
+            wanted = before  # each goes on with the token just sampled
+            batch = self.builder.next_tokens(wanted.sampled)
+        else:
+            wanted = self._wanted(step)
+            batch = self.builder.build(step.entries, wanted.rows)
         batch.plan = self.backend.ops.plan(batch)
         sampling = self.sampler.prepare(wanted.sampled) if wanted.sampled else None
         output = self._step(batch, sampling)
@@ -102,8 +108,8 @@ class Runner:
             leaving += _tensors(output.samples)
         if wanted.pooled:
             leaving.append(self._pooled(output.rows, wanted.pooled))
-        self._last = output.samples
-        self._places = {id(request): row for row, request in enumerate(wanted.sampled)}
+        self._before = wanted
+        self.builder.remember(wanted.sampled, output.samples)
         return Launched(step, wanted, output, self.backend.memory.download(leaving))
 
     @torch.inference_mode()
@@ -157,6 +163,7 @@ class Runner:
                     wanted.prompt.append((request, entry.start, scored))
             at = end
         wanted.rows += further
+        wanted.only_sampled = len(wanted.rows) == len(wanted.sampled) == len(step.entries)
         return wanted
 
     def _scored_rows(self, entry: Entry) -> int:
@@ -168,64 +175,6 @@ class Runner:
         if len(request.tokens) > request.num_prompt:
             return 0  # recomputed after preemption: reported before
         return max(0, min(entry.rows, request.num_prompt - 1 - entry.start))
-
-    def _batch(self, step: Step, output_rows: list[int]) -> Batch:
-        """Build the batch on the host, then send all of it at once."""
-        entries = step.entries
-        ids: list[int] = []
-        waiting: list[int] = []  # rows whose token only the device has seen
-        places: list[int] = []  # their places in the last samples
-        for entry in entries:
-            request, start, rows = entry.request, entry.start, entry.rows
-            tokens = request.tokens
-            if start + rows <= len(tokens):
-                ids += tokens[start : start + rows]
-                continue
-            ids += tokens[start : start + rows - 1]
-            waiting.append(len(ids))
-            places.append(self._places[id(request)])
-            ids.append(0)
-        lens = np.array([entry.rows for entry in entries], dtype=np.int64)
-        starts = np.array([entry.start for entry in entries], dtype=np.int64)
-        ends = np.cumsum(lens)
-        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - lens), lens)
-        arrays = [
-            np.array(ids, dtype=np.int64),
-            positions,
-            np.array(output_rows, dtype=np.int64),
-            (starts + lens).astype(np.int32),
-            np.concatenate(([0], ends)).astype(np.int32),
-        ]
-        if waiting:
-            arrays += [np.array(waiting, dtype=np.int64), np.array(places, dtype=np.int64)]
-        if self.model.spec.token_type_count:
-            types = [t for entry in entries for t in entry.request.new.token_types or [0] * entry.rows]
-            arrays.append(np.array(types, dtype=np.int64))
-        if self.kv is not None:
-            arrays += self.tables.address(entries, starts, lens, positions)
-        sent = self.backend.memory.upload_all([torch.from_numpy(array) for array in arrays])
-        batch = Batch(
-            input_ids=sent[0],
-            positions=sent[1],
-            query_lens=lens.tolist(),
-            context_lens=starts.tolist(),
-            output_rows=sent[2],
-            causal=self.model.spec.attention == "causal",
-        )
-        batch.seq_lens_device, batch.query_starts_device = sent[3], sent[4]
-        if waiting:
-            assert self._last is not None
-            batch.input_ids.index_copy_(0, sent[5], self._last.ids[sent[6]])
-        if self.model.spec.token_type_count:
-            batch.token_types = sent[-1 if self.kv is None else -3]
-        if self.kv is not None:
-            batch.block_tables, batch.slots = sent[-2], sent[-1]
-            batch.kv = self.kv
-            batch.block_size = self.limits.block_size
-        return batch
-
-    def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
-        return self.backend.memory.upload(torch.from_numpy(array))
 
     # --- collecting ---------------------------------------------------------------------------------------------
 

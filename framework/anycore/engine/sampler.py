@@ -62,8 +62,9 @@ class Group:
     """The rows of a step and what does not change while the same requests are sampled."""
 
     requests: list[Request]
-    seeds: np.ndarray[Any, np.dtype[np.uint64]]  # [R]: seed and sequence, mixed
     sampling: Sampling
+    seeds: np.ndarray[Any, np.dtype[np.uint64]]  # [R]: seed and sequence, mixed
+    positions: np.ndarray[Any, np.dtype[np.uint64]]  # [R]: of the token about to be sampled, within the output
     steady: bool  # only the draws change from step to step
 
 
@@ -79,11 +80,12 @@ class Sampler:
     def prepare(self, requests: list[Request]) -> Sampling:
         """One row a request, in order. While requests stay the same, only their draws are made and sent anew."""
         group = self._group
-        if group is None or not group.steady or group.requests != requests:
+        if group is not None and group.steady and group.requests == requests:
+            group.positions += np.uint64(1)
+        else:
             group = self._group = self._new_group(requests)
         if not group.sampling.all_greedy:
-            positions = np.array([request.num_output for request in requests], dtype=np.uint64)
-            uniforms = self.memory.upload(torch.from_numpy(draws(group.seeds, positions)))
+            uniforms = self.memory.upload(torch.from_numpy(draws(group.seeds, group.positions)))
             group.sampling = replace(group.sampling, uniforms=uniforms)
         return group.sampling
 
@@ -93,7 +95,8 @@ class Sampler:
         steady = sampling.penalties is None and sampling.banned is None
         steady = steady and not any(_params(request).bad_words_ids for request in requests)
         seeds = np.array([_mix(_start(r.seed, r.index)) for r in requests], dtype=np.uint64)
-        return Group(list(requests), seeds, sampling, steady)
+        positions = np.array([request.num_output for request in requests], dtype=np.uint64)
+        return Group(requests, sampling, seeds, positions, steady)
 
     def _sampling(self, requests: list[Request]) -> Sampling:
         params = [_params(request) for request in requests]

@@ -219,13 +219,16 @@ class Scheduler:
         request.num_computed += entry.rows
         if request.num_computed >= request.num_prompt:
             request.prefilled = True
-        if self.pool is not None and self.pool.caching and request.may_share:
+        pool = self.pool
+        if pool is not None and request.num_computed >= (request.published + 1) * pool.block_size:
             self._publish(request)
         if entry.last and not request.is_pooled:
             request.num_pending += 1
 
     def _publish(self, request: Request) -> None:
         assert self.pool is not None
+        if not self.pool.caching or not request.may_share:
+            return
         size = self.pool.block_size
         full = min(request.num_computed, len(request.tokens)) // size
         if full <= request.published:

@@ -9,7 +9,6 @@ import numpy as np
 
 from anycore.contract.sizes import Limits
 from anycore.engine.request import Request, Status
-from anycore.engine.scheduler import Entry
 
 Array = np.ndarray[Any, Any]
 
@@ -34,17 +33,20 @@ class BlockTables:
         self._free = list(range(limits.max_num_seqs))
         self._seats: dict[int, Seat] = {}
 
-    def address(self, entries: list[Entry], starts: Array, lens: Array, positions: Array) -> list[Array]:
-        """Return the block tables [B, P] int32 of a step's entries and the slots [T] int64 of its rows."""
-        rows = [self._row(entry.request) for entry in entries]
-        columns = int((starts + lens - 1).max()) // self.size + 1
+    def rows(self, requests: list[Request]) -> list[int]:
+        """The row of each request, with all of its blocks written."""
+        return [self._row(request) for request in requests]
+
+    def address(self, rows: list[int], columns: int, owner: Array, positions: Array) -> list[Array]:
+        """The first `columns` blocks of some rows [B, P] int32, and the slots [T] int64 of tokens at `positions`.
+
+        `owner` [T] says whose each token is, as an index into `rows`.
+        """
         tables = self._table[rows, :columns]
-        owner = np.arange(len(entries)) if len(positions) == len(entries) else np.repeat(np.arange(len(entries)), lens)
         slots = tables[owner, positions // self.size].astype(np.int64) * self.size + positions % self.size
         return [tables, slots]
 
     def _row(self, request: Request) -> int:
-        """The request's row, with all of its blocks written."""
         seat = self._seats.get(id(request))
         blocks = request.blocks
         if seat is None or seat.request is not request:

@@ -1,0 +1,116 @@
+"""Batches from a step's entries: built on the host with whole arrays, sent to the device in one transfer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anycore.contract.backend import Memory
+from anycore.contract.batch import Batch, Samples
+from anycore.contract.sizes import Limits
+from anycore.engine.request import Request
+from anycore.engine.scheduler import Entry
+from anycore.engine.tables import BlockTables
+from anycore.models.spec import ModelSpec
+
+Array = np.ndarray[Any, Any]
+
+
+class BatchBuilder:
+    """Builds the batch of a step, given the samples of the step before: a row whose token the host has not seen yet
+    takes its id from them, on the device.
+    """
+
+    def __init__(self, spec: ModelSpec, memory: Memory, limits: Limits, kv: list[Any] | None) -> None:
+        self.spec = spec
+        self.memory = memory
+        self.limits = limits
+        self.kv = kv
+        self.tables = BlockTables(limits)
+        self._samples: Samples | None = None
+        self._places: dict[int, int] = {}  # id(request) -> its row in the samples
+        self._starts = np.zeros(0, dtype=np.int64)  # first position of each entry of the last batch
+        self._rows: list[int] = []  # their rows in the tables
+        self._lens: list[int] = []
+
+    def remember(self, requests: list[Request], samples: Samples | None) -> None:
+        """Take note of what the step just launched has sampled."""
+        self._samples = samples
+        self._places = {id(request): row for row, request in enumerate(requests)} if samples is not None else {}
+
+    def build(self, entries: list[Entry], output_rows: list[int]) -> Batch:
+        """Any step."""
+        ids: list[int] = []
+        unseen: list[int] = []  # rows whose token only the device has seen
+        places: list[int] = []  # their places in the last samples
+        for entry in entries:
+            request, start, rows = entry.request, entry.start, entry.rows
+            tokens = request.tokens
+            if start + rows <= len(tokens):
+                ids += tokens[start : start + rows]
+                continue
+            ids += tokens[start : start + rows - 1]
+            unseen.append(len(ids))
+            places.append(self._places[id(request)])
+            ids.append(0)
+        lens = np.array([entry.rows for entry in entries], dtype=np.int64)
+        starts = np.array([entry.start for entry in entries], dtype=np.int64)
+        ends = np.cumsum(lens)
+        owner = np.repeat(np.arange(len(entries)), lens)
+        positions = np.arange(ends[-1]) + (starts - (ends - lens))[owner]
+        arrays = [np.array(ids, dtype=np.int64), np.array(output_rows, dtype=np.int64)]
+        arrays += [np.array(unseen, dtype=np.int64), np.array(places, dtype=np.int64)]
+        if self.spec.token_type_count:
+            types = [t for entry in entries for t in entry.request.new.token_types or [0] * entry.rows]
+            arrays.append(np.array(types, dtype=np.int64))
+        self._rows = self.tables.rows([entry.request for entry in entries]) if self.kv is not None else []
+        self._starts, self._lens = starts, lens.tolist()
+        batch, sent = self._send(positions, owner, lens, arrays)
+        batch.input_ids, batch.output_rows = sent[0], sent[1]
+        if unseen:
+            assert self._samples is not None
+            batch.input_ids.index_copy_(0, sent[2], self._samples.ids[sent[3]])
+        if self.spec.token_type_count:
+            batch.token_types = sent[4]
+        return batch
+
+    def next_tokens(self, requests: list[Request]) -> Batch:
+        """A step that goes on with the token that the last one sampled for each of its requests, in the same order."""
+        assert self._samples is not None
+        count = len(requests)
+        starts = self._starts + np.array(self._lens)
+        self._starts, self._lens = starts, [1] * count
+        for i in np.flatnonzero(starts % self.limits.block_size == 0):  # the others have no new block
+            self.tables.rows([requests[i]])
+        every = np.arange(count)
+        batch, sent = self._send(starts, every, np.ones(count, dtype=np.int64), [every])
+        batch.input_ids, batch.output_rows = self._samples.ids, sent[0]
+        return batch
+
+    def _send(self, positions: Array, owner: Array, lens: Array, more: list[Array]) -> tuple[Batch, list[Tensor]]:
+        """Everything but the ids: the batch, and the further arrays on the device."""
+        arrays = [
+            positions,
+            (self._starts + lens).astype(np.int32),
+            np.concatenate(([0], np.cumsum(lens))).astype(np.int32),
+        ]
+        if self.kv is not None:
+            columns = (int((self._starts + lens).max()) - 1) // self.limits.block_size + 1
+            arrays += self.tables.address(self._rows, columns, owner, positions)
+        sent = self.memory.upload_all([torch.from_numpy(array) for array in (*arrays, *more)])
+        batch = Batch(
+            input_ids=sent[0],
+            positions=sent[0],
+            query_lens=self._lens,
+            context_lens=self._starts.tolist(),
+            output_rows=sent[0],
+            causal=self.spec.attention == "causal",
+        )
+        batch.seq_lens_device, batch.query_starts_device = sent[1], sent[2]
+        if self.kv is not None:
+            batch.block_tables, batch.slots = sent[3], sent[4]
+            batch.kv, batch.block_size = self.kv, self.limits.block_size
+        return batch, sent[len(arrays) :]
