@@ -24,6 +24,7 @@ class CudaOps(Ops):
     def __init__(self, memory: Memory, processors: int) -> None:
         self.memory = memory
         self.processors = processors
+        self.wide_products = hasattr(torch.ops.aten.mm, "dtype")  # a float32 result of 16-bit factors
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=memory.device)
 
     def plan(self, batch: Batch) -> Plan:
@@ -111,6 +112,11 @@ class CudaOps(Ops):
 
     def gated(self, x: Tensor, kind: str) -> Tensor:
         return gated.gated(x, kind)
+
+    def logits(self, x: Tensor, handle: Any) -> Tensor:
+        if x.dtype == torch.float32 or not self.wide_products:
+            return super().logits(x, handle)
+        return torch.mm(x, handle.t(), out_dtype=torch.float32)
 
     def sample(self, logits: Tensor, params: Sampling) -> Samples:
         raw = torch.log_softmax(logits, dim=-1) if params.logprobs is not None else None

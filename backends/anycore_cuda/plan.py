@@ -10,8 +10,7 @@ from torch import Tensor
 
 from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch
-
-MAX_SPLITS = 16
+from anycore_cuda.kernels.decode import MAX_SPLITS
 
 
 class Plan:

@@ -41,7 +41,7 @@ def _span(
         else:
             k = tl.load(k_ptr + key_at)
             v = tl.load(v_ptr + key_at)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
         if CAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         scores *= LOG2E
@@ -59,12 +59,12 @@ def _span(
         fade = tl.exp2(best - pivot)
         p = tl.exp2(scores - pivot[:, None])
         total = total * fade + tl.sum(p, axis=1)
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
         best = higher
     return acc, best, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _attend(
     q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, starts_ptr, lens_ptr, tables_ptr,
     q_stride, q_head_stride, kv_stride, kv_head_stride, table_stride, block_size, block_stride,

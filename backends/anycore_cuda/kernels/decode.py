@@ -12,15 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 MIN_ROWS = 16  # of a matrix product
+MAX_SPLITS = 16
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "window", "splits"])
 def _decode(
     q_ptr, cache_ptr, out_ptr, partial_ptr, stats_ptr, done_ptr, tables_ptr, lens_ptr, starts_ptr, requests_ptr,
-    q_stride, q_head_stride, table_stride, block_size, side_stride, block_stride, head_stride, scale, window, softcap,
-    SPLITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr,
+    q_stride, q_head_stride, table_stride, block_size, side_stride, block_stride, head_stride, scale, window, softcap, splits,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -32,7 +33,7 @@ def _decode(
         q_row = tl.load(starts_ptr + request)
     length = tl.load(lens_ptr + request)
     start = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - start, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(length - start, splits), KEYS) * KEYS
     begin = start + split * share
     end = tl.minimum(begin + share, length)
 
@@ -54,7 +55,7 @@ def _decode(
         inside = known[:, None] & (at < DIM)[None, :]
         k = tl.load(cache_ptr + key_at[:, None] + at[None, :], mask=inside, other=0.0)
         v = tl.load(cache_ptr + side_stride + key_at[:, None] + at[None, :], mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
         if CAP:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
         scores = tl.where(known[None, :], scores * LOG2E, float("-inf"))
@@ -62,30 +63,30 @@ def _decode(
         fade = tl.exp2(best - higher)
         p = tl.exp2(scores - higher[:, None])
         total = total * fade + tl.sum(p, axis=1)
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
         best = higher
 
     out_at = (q_row.to(tl.int64) * tl.num_programs(1) * GROUP + head[:, None]) * DIM + at[None, :]
-    if SPLITS == 1:
+    if not SPLIT:
         tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
     else:
         owner = place * tl.num_programs(1) + kv_head
-        part = (owner * SPLITS + split) * ROWS + row
+        part = (owner * splits + split) * ROWS + row
         tl.store(partial_ptr + part[:, None] * BLOCK_D + at[None, :], acc, mask=heads)
         tl.store(stats_ptr + part * 2, best, mask=row < GROUP)
         tl.store(stats_ptr + part * 2 + 1, total, mask=row < GROUP)
         tl.debug_barrier()
         before = tl.atomic_add(done_ptr + owner, 1, sem="acq_rel", scope="gpu")
-        if before == SPLITS - 1:
+        if before == splits - 1:
             tl.store(done_ptr + owner, 0)  # ready for the next launch
-            best = tl.full([ROWS], float("-inf"), tl.float32)
-            for i in tl.static_range(SPLITS):
-                part = (owner * SPLITS + i) * ROWS + row
-                best = tl.maximum(best, tl.load(stats_ptr + part * 2, mask=row < GROUP, other=0.0))
+            every = tl.arange(0, MAX_SPLITS)
+            all_parts = (owner * splits + every[None, :]) * ROWS + row[:, None]
+            bests = tl.load(stats_ptr + all_parts * 2, mask=(every < splits)[None, :], other=float("-inf"))
+            best = tl.max(tl.where((row < GROUP)[:, None], bests, 0.0), axis=1)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-            for i in tl.static_range(SPLITS):
-                part = (owner * SPLITS + i) * ROWS + row
+            for i in tl.range(splits, loop_unroll_factor=4):
+                part = (owner * splits + i) * ROWS + row
                 weight = tl.exp2(tl.load(stats_ptr + part * 2, mask=row < GROUP, other=0.0) - best)
                 total += weight * tl.load(stats_ptr + part * 2 + 1, mask=row < GROUP, other=0.0)
                 found = tl.load(partial_ptr + part[:, None] * BLOCK_D + at[None, :], mask=heads, other=0.0)
@@ -130,7 +131,7 @@ def decode(
         q, cache, out, partial, stats, counters, tables, lens,
         lens if starts is None else starts, lens if requests is None else requests,
         q.stride(0), q.stride(1), tables.stride(0), cache.shape[3], side, block, head,
-        scale, 1 << 30 if window is None else window, softcap or 0.0,
-        SPLITS=splits, GROUP=group, ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, CAP=softcap is not None,
+        scale, 1 << 30 if window is None else window, softcap or 0.0, splits,
+        SPLIT=splits > 1, GROUP=group, ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MAX_SPLITS=MAX_SPLITS, CAP=softcap is not None,
         CHOSEN=requests is not None, num_warps=4, num_stages=3 if q.element_size() == 2 else 2,
     )  # fmt: skip

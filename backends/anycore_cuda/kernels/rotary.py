@@ -9,7 +9,7 @@ from torch import Tensor
 TOKENS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _prepare(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, cache_ptr,
     rows, stride, block_size, side_stride, block_stride, head_stride, eps,
@@ -59,7 +59,7 @@ def _prepare(
             tl.store(cache_at + HALF, second.to(dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _store(
     k_ptr, v_ptr, slots_ptr, cache_ptr, rows, k_stride, k_head_stride, v_stride, v_head_stride,
     block_size, side_stride, block_stride, head_stride,

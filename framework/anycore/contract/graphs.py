@@ -75,7 +75,7 @@ class GraphStep:
         bucket = next(size for size in self.buckets if size >= count)
         filtered = not (sampling.all_greedy or sampling.top_k is sampling.top_p is sampling.min_p is None)
         if (bucket, filtered) not in self._recorded:
-            self.record(batch, filtered)
+            self._prepare(batch, bucket, filtered)
         self._fill(batch, sampling, count, bucket, filtered)
         recorded = self._recorded[bucket, filtered]
         recorded.replay()
@@ -83,20 +83,50 @@ class GraphStep:
         ids, finite = recorded.samples.ids[:count].clone(), recorded.samples.finite[:count].clone()
         return StepOutput(recorded.rows[:count], Samples(ids, finite))
 
-    def record(self, batch: Batch, filtered: bool) -> None:
-        """Capture every bucket, the largest first: later ones then fit into the memory it took."""
-        for bucket in reversed(self.buckets):
-            mine = self._batch(batch, bucket)
-            sampling = self._sampling_of(bucket, filtered)
+    def _prepare(self, batch: Batch, bucket: int, filtered: bool) -> None:
+        """Capture what is missing: at first every bucket, later the one at hand.
 
-            def work(mine: Batch = mine, sampling: Sampling = sampling) -> StepOutput:
-                return self.step(mine, sampling)
+        The first time, which is the warm-up, the other kinds of steps are run once, too: nothing is compiled later.
+        """
+        if self._recorded:
+            self._record(batch, bucket, filtered)
+            return
+        for decoding in (1, self.buckets[-1] - 1):
+            self.step(self._mixed(batch, decoding), self._sampling_of(decoding + 1, filtered=True))
+        for size in reversed(self.buckets):  # the largest first: later ones then fit into the memory it took
+            self._record(batch, size, filtered)
 
-            self._reset(0, bucket)
-            work()
-            replay, output = self.capture(work)
-            assert output.samples is not None
-            self._recorded[bucket, filtered] = Recorded(replay, output.rows, output.samples)
+    def _record(self, batch: Batch, bucket: int, filtered: bool) -> None:
+        mine, sampling = self._batch(batch, bucket), self._sampling_of(bucket, filtered)
+
+        def work() -> StepOutput:
+            return self.step(mine, sampling)
+
+        self._reset(0, bucket)
+        work()
+        replay, output = self.capture(work)
+        assert output.samples is not None
+        self._recorded[bucket, filtered] = Recorded(replay, output.rows, output.samples)
+
+    def _mixed(self, like: Batch, decoding: int) -> Batch:
+        """Requests that decode beside one in the middle of its prompt, all within the scratch block."""
+        size = like.block_size
+        lens = [1] * decoding + [size + 1]
+        rows = decoding + size + 1
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self._rows.device)
+        batch = replace(
+            like,
+            input_ids=zeros,
+            positions=zeros,
+            slots=zeros,
+            query_lens=lens,
+            context_lens=[size] * len(lens),
+            output_rows=zeros[: len(lens)],
+            block_tables=torch.zeros(len(lens), 3, dtype=torch.int32, device=zeros.device),
+            token_types=None,
+        )
+        batch.plan = self.ops.plan(batch)
+        return batch
 
     def _batch(self, like: Batch, count: int) -> Batch:
         """The first `count` places of the buffers as a batch. Its host lengths mean nothing to a captured kernel."""

@@ -84,6 +84,10 @@ class Ops:
         """[.., I] → [.., O]."""
         return F.linear(x, handle, bias)
 
+    def logits(self, x: Tensor, handle: Any) -> Tensor:
+        """[R, H] times the packed head [V, H] → [R, V] float32."""
+        return self.linear(x, handle).float()
+
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         """[T] int64, [V, H] → [T, H]."""
         return F.embedding(ids, table)

@@ -64,6 +64,7 @@ class Engine:
         self._clock = clock
         self._arrivals = 0
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request id
+        self._next_deadline = math.inf  # no request ends before it
         self._early: list[Delta] = []  # endings that no step brings: deadlines
         self._in_flight: Launched | None = None
         self._stats = Stats(blocks=self.pool.size if self.pool else 0)
@@ -93,6 +94,7 @@ class Engine:
             sequence.leader = sequences[0] if sequence.index and self.pool else None
             self.scheduler.add(sequence, now)
         self._requests[new.id] = sequences
+        self._next_deadline = min(self._next_deadline, sequences[0].deadline)
 
     def has_room(self, new: NewRequest) -> bool:
         """Whether the queue takes this request now: those that can start at once do not count."""
@@ -311,11 +313,15 @@ class Engine:
     def _expire(self) -> None:
         """End requests whose deadline has passed, waiting or running."""
         now = self._clock()
+        if now < self._next_deadline:
+            return
         late = [r for sequences in self._requests.values() for r in sequences if r.deadline <= now]
         for request in late:
             waited = now - request.timing.arrived
             where = "in the queue" if not request.timing.started else "while running"
             self._early += self._fail(request, DeadlineExceeded(f"given up after {waited:.1f} s {where}"))
+        left = (r.deadline for sequences in self._requests.values() for r in sequences)
+        self._next_deadline = min(left, default=math.inf)
 
 
 def _sequences(new: NewRequest) -> int:

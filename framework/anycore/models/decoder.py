@@ -89,7 +89,7 @@ class Decoder:
     def logits(self, rows: Tensor) -> Tensor:
         """[R, H] → [R, V] float32."""
         assert self.head is not None, "this model was loaded without a language-model head"
-        logits = self.head(rows).float()
+        logits = self.ops.logits(rows, self.head.handle)
         cap = self.spec.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
