@@ -55,7 +55,7 @@ NAMES = {"llama": DECODER, "qwen2": DECODER, "qwen3": DECODER, "gemma3": GEMMA3,
 IN_CONFIG = {"rope_freqs.weight", "cls.output.weight"}
 """Not weights: read into the configuration, or a copy of two rows of the head (Qwen3-Reranker)."""
 
-CHUNK = 1 << 22  # numbers dequantised at a time: 16 MiB of float32
+CHUNK = 1 << 20  # numbers dequantised at a time: 4 MiB of float32
 
 
 class GgufCheckpoint:
@@ -87,11 +87,12 @@ class GgufCheckpoint:
         from gguf.constants import GGMLQuantizationType
 
         info = self._stored[name]
+        kind = GGMLQuantizationType(info.type)
         raw = self.file.raw(info.name)
         result = torch.empty((raw.shape[0], info.shape[-1]), dtype=self.dtype)
         step = max(1, CHUNK // info.shape[-1])
         for start in range(0, raw.shape[0], step):
-            rows = quants.dequantize(raw[start : start + step], GGMLQuantizationType(info.type))
+            rows = quants.dequantize(raw[start : start + step].reshape(1, -1), kind).reshape(-1, info.shape[-1])
             if self.file.architecture == "gemma3" and info.name.endswith("norm.weight"):
                 rows = rows - np.float32(1)  # the file has 1 + w, as its kernels multiply; transformers has w
             result[start : start + step] = torch.from_numpy(np.require(rows, np.float32, "W"))
