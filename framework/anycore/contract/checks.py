@@ -130,11 +130,11 @@ class PagedRun:
         q, k, v = rows.split(rows.mixed)
         contexts = [len(self.keys.get(i, ())) for i in wanted]
         starts = [0, *accumulate(wanted.values())]
-        for i, start, end in zip(wanted, starts, starts[1:]):
+        for i, start, end in zip(wanted, starts, starts[1:], strict=True):
             self.remember(i, k[start:end], v[start:end])
         batch = self.batch(list(wanted.values()), contexts, [self.tables[i] for i in wanted])
         out = self.attend(q, k, v, batch)
-        for i, start, context, count in zip(wanted, starts, contexts, wanted.values()):
+        for i, start, context, count in zip(wanted, starts, contexts, wanted.values(), strict=True):
             chosen = sample_rows(count, self.random)
             rows_here = [start + row for row in chosen]
             positions = [context + row for row in chosen]
@@ -153,9 +153,9 @@ class PagedRun:
         size = self.case.block_size
         width = max(map(len, tables))
         padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32)
-        positions = [c + t for c, n in zip(contexts, counts) for t in range(n)]
+        positions = [c + t for c, n in zip(contexts, counts, strict=True) for t in range(n)]
         owners = [i for i, n in enumerate(counts) for _ in range(n)]
-        slots = [tables[i][p // size] * size + p % size for i, p in zip(owners, positions)]
+        slots = [tables[i][p // size] * size + p % size for i, p in zip(owners, positions, strict=True)]
         upload = self.backend.memory.upload
         batch = Batch(
             input_ids=upload(torch.zeros(len(slots), dtype=torch.int64)),
@@ -184,7 +184,7 @@ def run_attention(
     before = [x.clone() for x in (q, k, v)]
     given = q, k, v = backend.memory.upload(q), backend.memory.upload(k), backend.memory.upload(v)
     out = backend.ops.attention(q, k, v, cache, batch, case.scale, case.window, case.softcap)
-    for name, old, now in zip("qkv", before, given):
+    for name, old, now in zip("qkv", before, given, strict=True):
         assert torch.equal(old.nan_to_num(), now.cpu().nan_to_num()), f"{case}: attention has overwritten {name}"
     return out.cpu()
 
@@ -218,7 +218,7 @@ def check_packed_attention(backend: Backend, case: AttentionCase) -> None:
         q, k, v = rows.split(rows.mixed)
         batch = packed_batch(backend, lengths, case.causal)
         out = run_attention(backend, q, k, v, None, batch, case)
-        for start, count in zip(batch.query_starts, lengths):
+        for start, count in zip(batch.query_starts, lengths, strict=True):
             own = slice(start, start + count)
             picked = sample_rows(count, chosen)
             exact = exact_attention(q[own][picked], k[own], v[own], picked, case)
@@ -309,7 +309,7 @@ def check_rotary(backend: Backend, dtype: str, rows: int, heads: int, kv_heads: 
     cos, sin = angles.cos().float(), angles.sin().float()
     upload = backend.memory.upload
     turned = backend.ops.rotary(upload(q), upload(k), upload(cos), upload(sin))
-    for name, x, got in zip("qk", (q, k), turned):
+    for name, x, got in zip("qk", (q, k), turned, strict=True):
         first, second = x.double().chunk(2, dim=-1)
         c, s = cos.double()[:, None], sin.double()[:, None]
         exact = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
