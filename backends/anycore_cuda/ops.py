@@ -14,6 +14,7 @@ from anycore.contract.ops import HeadNorms, Ops
 from anycore_cuda.kernels import attention as tiled
 from anycore_cuda.kernels import decode as single
 from anycore_cuda.kernels import gated, norm, rotary
+from anycore_cuda.kernels.matvec import matvec, suits
 from anycore_cuda.kernels.sampling import choose, choose_filtered
 from anycore_cuda.plan import Plan
 
@@ -113,7 +114,14 @@ class CudaOps(Ops):
     def gated(self, x: Tensor, kind: str) -> Tensor:
         return gated.gated(x, kind)
 
+    def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
+        if suits(x, handle):
+            return matvec(x, handle, bias)
+        return super().linear(x, handle, bias)
+
     def logits(self, x: Tensor, handle: Any) -> Tensor:
+        if suits(x, handle):
+            return matvec(x, handle, dtype=torch.float32)
         if x.dtype == torch.float32 or not self.wide_products:
             return super().logits(x, handle)
         return torch.mm(x, handle.t(), out_dtype=torch.float32)

@@ -64,12 +64,12 @@ def _span(
     return acc, best, total
 
 
-@triton.jit(do_not_specialize=["table_stride", "window"])
+@triton.jit(do_not_specialize=["table_stride", "window", "group", "tokens"])
 def _attend(
     q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, starts_ptr, lens_ptr, tables_ptr,
     q_stride, q_head_stride, kv_stride, kv_head_stride, table_stride, block_size, block_stride,
-    scale, window, softcap,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    scale, window, softcap, group, tokens,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     request = tl.load(tiles_ptr + 2 * tl.program_id(0))
@@ -82,14 +82,14 @@ def _attend(
 
     row = tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK_D)
-    token = first + row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    inside = ((token < q_len) & (row < TOKENS * GROUP))[:, None] & (at < DIM)[None, :]
+    token = first + row // group
+    head = kv_head * group + row % group
+    inside = ((token < q_len) & (row < tokens * group))[:, None] & (at < DIM)[None, :]
     q_row = (q_start + token).to(tl.int64)[:, None]
     q = tl.load(q_ptr + q_row * q_stride + head[:, None] * q_head_stride + at[None, :], mask=inside, other=0.0)
     position = context + token
     low = context + first
-    high = context + tl.minimum(first + TOKENS, q_len) - 1  # first and last position of the tile
+    high = context + tl.minimum(first + tokens, q_len) - 1  # first and last position of the tile
     begin = tl.maximum(low - window + 1, 0) // KEYS * KEYS
     if CAUSAL:
         end = high + 1
@@ -118,7 +118,7 @@ def _attend(
         kv_stride, block_size, block_stride, scale, window, softcap,
         DIM, BLOCK_D, KEYS, CAP, CAUSAL, PAGED, True,
     )  # fmt: skip
-    out_at = (q_row * tl.num_programs(1) * GROUP + head[:, None]) * DIM + at[None, :]
+    out_at = (q_row * tl.num_programs(1) * group + head[:, None]) * DIM + at[None, :]
     tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -126,6 +126,14 @@ def tile_rows(group: int, dim: int, element_size: int) -> int:
     """Rows of a tile (tokens times query heads), from what a program can hold."""
     rows = 128 if element_size == 2 and dim <= 128 else 64 if element_size == 2 else 32
     return max(rows, triton.next_power_of_2(group))
+
+
+def shape_of(rows: int, block_d: int, element_size: int) -> tuple[int, int, int]:
+    """Keys a step, warps and pipeline stages of a program, as measured to be fast."""
+    warps = 8 if rows >= 128 and block_d >= 128 else 4
+    if element_size == 2:
+        return (64, warps, 3) if block_d <= 128 else (32, warps, 2)
+    return (32, warps, 2) if block_d <= 128 else (16, warps, 2)
 
 
 def attend(
@@ -142,6 +150,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    shape: tuple[int, int, int] | None = None,
 ) -> None:
     """Write the attention of the rows in `tiles` to `out` [T, Hq, D].
 
@@ -152,15 +161,14 @@ def attend(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     block_d = triton.next_power_of_2(dim)
-    half = q.element_size() == 2
-    keys = (64 if block_d <= 128 else 32) if half else (32 if block_d <= 128 else 16)
+    keys, warps, stages = shape or shape_of(rows, block_d, q.element_size())
     paged = tables is not None
     _attend[(len(tiles), kv_heads)](
         q, k, v, out, tiles, starts, lens, tables if tables is not None else lens,
         q.stride(0), q.stride(1), 0 if paged else k.stride(0), k.stride(1),
         tables.stride(0) if tables is not None else 0, k.shape[2] if paged else 1, k.stride(0) if paged else 0,
-        scale, 1 << 29 if window is None else window, softcap or 0.0,
-        GROUP=group, ROWS=rows, TOKENS=rows // group, DIM=dim, BLOCK_D=block_d, KEYS=keys,
+        scale, 1 << 29 if window is None else window, softcap or 0.0, group, rows // group,
+        ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys,
         CAP=softcap is not None, CAUSAL=causal, PAGED=paged,
-        num_warps=8 if rows >= 128 and block_d >= 128 else 4, num_stages=3 if half and block_d <= 128 else 2,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -13,15 +13,17 @@ from torch import Tensor
 
 MIN_ROWS = 16  # of a matrix product
 MAX_SPLITS = 16
+MIN_BLOCKS = 2
+"""A split takes at least so many blocks of keys: joining results costs as much as reading a few."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "splits"])
+@triton.jit(do_not_specialize=["table_stride", "window", "splits", "group"])
 def _decode(
     q_ptr, cache_ptr, out_ptr, partial_ptr, stats_ptr, done_ptr, tables_ptr, lens_ptr, starts_ptr, requests_ptr,
-    q_stride, q_head_stride, table_stride, block_size, side_stride, block_stride, head_stride, scale, window, softcap, splits,
-    SPLIT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr,
+    q_stride, q_head_stride, table_stride, block_size, side_stride, block_stride, head_stride, scale, window, softcap, splits, group,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -33,14 +35,17 @@ def _decode(
         q_row = tl.load(starts_ptr + request)
     length = tl.load(lens_ptr + request)
     start = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - start, splits), KEYS) * KEYS
+    share = tl.maximum(tl.cdiv(tl.cdiv(length - start, splits), KEYS), MIN_BLOCKS) * KEYS
+    used = tl.cdiv(length - start, share)  # splits that have keys; the others leave at once
     begin = start + split * share
     end = tl.minimum(begin + share, length)
+    if split >= used:
+        return
 
     row = tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK_D)
-    heads = (row < GROUP)[:, None] & (at < DIM)[None, :]
-    head = kv_head * GROUP + row
+    heads = (row < group)[:, None] & (at < DIM)[None, :]
+    head = kv_head * group + row
     q_at = q_row.to(tl.int64) * q_stride + head[:, None] * q_head_stride + at[None, :]
     q = tl.load(q_ptr + q_at, mask=heads, other=0.0)
     best = tl.full([ROWS], float("-inf"), tl.float32)
@@ -66,29 +71,32 @@ def _decode(
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
         best = higher
 
-    out_at = (q_row.to(tl.int64) * tl.num_programs(1) * GROUP + head[:, None]) * DIM + at[None, :]
-    if not SPLIT:
+    out_at = (q_row.to(tl.int64) * tl.num_programs(1) * group + head[:, None]) * DIM + at[None, :]
+    alone = not SPLIT
+    if SPLIT:
+        alone = used == 1
+    if alone:
         tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
     else:
         owner = place * tl.num_programs(1) + kv_head
         part = (owner * splits + split) * ROWS + row
         tl.store(partial_ptr + part[:, None] * BLOCK_D + at[None, :], acc, mask=heads)
-        tl.store(stats_ptr + part * 2, best, mask=row < GROUP)
-        tl.store(stats_ptr + part * 2 + 1, total, mask=row < GROUP)
+        tl.store(stats_ptr + part * 2, best, mask=row < group)
+        tl.store(stats_ptr + part * 2 + 1, total, mask=row < group)
         tl.debug_barrier()
         before = tl.atomic_add(done_ptr + owner, 1, sem="acq_rel", scope="gpu")
-        if before == splits - 1:
+        if before == used - 1:
             tl.store(done_ptr + owner, 0)  # ready for the next launch
             every = tl.arange(0, MAX_SPLITS)
             all_parts = (owner * splits + every[None, :]) * ROWS + row[:, None]
-            bests = tl.load(stats_ptr + all_parts * 2, mask=(every < splits)[None, :], other=float("-inf"))
-            best = tl.max(tl.where((row < GROUP)[:, None], bests, 0.0), axis=1)
+            bests = tl.load(stats_ptr + all_parts * 2, mask=(every < used)[None, :], other=float("-inf"))
+            best = tl.max(tl.where((row < group)[:, None], bests, 0.0), axis=1)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-            for i in tl.range(splits, loop_unroll_factor=4):
+            for i in tl.range(used, loop_unroll_factor=4):
                 part = (owner * splits + i) * ROWS + row
-                weight = tl.exp2(tl.load(stats_ptr + part * 2, mask=row < GROUP, other=0.0) - best)
-                total += weight * tl.load(stats_ptr + part * 2 + 1, mask=row < GROUP, other=0.0)
+                weight = tl.exp2(tl.load(stats_ptr + part * 2, mask=row < group, other=0.0) - best)
+                total += weight * tl.load(stats_ptr + part * 2 + 1, mask=row < group, other=0.0)
                 found = tl.load(partial_ptr + part[:, None] * BLOCK_D + at[None, :], mask=heads, other=0.0)
                 acc += weight[:, None] * found
             tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
@@ -107,6 +115,7 @@ def decode(
     softcap: float | None,
     requests: Tensor | None = None,
     starts: Tensor | None = None,
+    shape: tuple[int, int, int] | None = None,
 ) -> None:
     """Write the attention of one row a request to `out` [T, Hq, D].
 
@@ -125,13 +134,17 @@ def decode(
     if splits > 1:
         partial = q.new_empty(count * kv_heads * splits * rows * block_d, dtype=torch.float32)
         stats = q.new_empty(count * kv_heads * splits * rows * 2, dtype=torch.float32)
-    keys = 64 if block_d * q.element_size() <= 256 else 32
+    keys, warps, stages = shape or (
+        64 if block_d * q.element_size() <= 256 else 32,
+        4,
+        3 if q.element_size() == 2 else 2,
+    )
     side, block, head, _, _ = cache.stride()
     _decode[(count, kv_heads, splits)](
         q, cache, out, partial, stats, counters, tables, lens,
         lens if starts is None else starts, lens if requests is None else requests,
         q.stride(0), q.stride(1), tables.stride(0), cache.shape[3], side, block, head,
-        scale, 1 << 30 if window is None else window, softcap or 0.0, splits,
-        SPLIT=splits > 1, GROUP=group, ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MAX_SPLITS=MAX_SPLITS, CAP=softcap is not None,
-        CHOSEN=requests is not None, num_warps=4, num_stages=3 if q.element_size() == 2 else 2,
+        scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group,
+        SPLIT=splits > 1, ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=MIN_BLOCKS, MAX_SPLITS=MAX_SPLITS, CAP=softcap is not None,
+        CHOSEN=requests is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 TOKENS = 16
+FEW = 64
+"""Up to so many rows each has programs of its own: nothing is short but time."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -95,14 +97,15 @@ def prepare_heads(
     rows, count, dim = qkv.shape
     if rows == 0 or (cache is None and angles is None and norms is None):
         return
+    tokens = 1 if rows <= FEW else TOKENS
     cos, sin = angles if angles is not None else (qkv, qkv)
     q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
     side, block, head, _, _ = (0, 0, 0, 0, 0) if cache is None else cache.stride()
-    _prepare[(triton.cdiv(rows, TOKENS), count if cache is not None else heads + kv_heads)](
+    _prepare[(triton.cdiv(rows, tokens), count if cache is not None else heads + kv_heads)](
         qkv, cos, sin, q_weight, k_weight, qkv if slots is None else slots, qkv if cache is None else cache,
         rows, qkv.stride(0), 1 if cache is None else cache.shape[3], side, block, head, eps,
-        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), TOKENS=TOKENS,
-        NORM=norms is not None, ROTATE=angles is not None, STORE=cache is not None, num_warps=2,
+        HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), TOKENS=tokens,
+        NORM=norms is not None, ROTATE=angles is not None, STORE=cache is not None, num_warps=1 if tokens == 1 else 2,
     )  # fmt: skip
 
 

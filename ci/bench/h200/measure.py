@@ -244,6 +244,25 @@ def step(folder: str, counts: list[int]) -> None:
             engine.step()
 
 
+def host(folder: str, kinds: list[str]) -> None:
+    """Where the host's time goes, by function."""
+    import cProfile
+    import pstats
+
+    engine = random_engine(folder, max_model_len=4096, max_num_seqs=256, memory_utilization=0.85, seed=1)
+    for kind in kinds:
+        prompts, lengths = workload(kind)
+        for turn in range(2):
+            engine.reset_prefix_cache()
+            profiler = cProfile.Profile()
+            if turn:
+                profiler.enable()
+            drain(engine, [request(i, p, n) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))])
+            profiler.disable()
+        print(kind, flush=True)
+        pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(24)
+
+
 def agree() -> None:
     """Greedy ids in float32, and vectors, of tiny models against transformers on the same device."""
     import tiny
@@ -258,7 +277,7 @@ def agree() -> None:
 
     loaded = plugins.load()
     rng = random.Random(0)
-    prompts = [[rng.randrange(5, 400) for _ in range(n)] for n in (1, 7, 33, 130, 200)]
+    prompts = [[rng.randrange(5, 200) for _ in range(n)] for n in (1, 7, 33, 130, 200)]
     with tempfile.TemporaryDirectory() as tmp:
         for family in tiny.DECODERS:
             window = 24 if family != "llama" else None
@@ -387,6 +406,79 @@ def kernels() -> None:
         )
 
 
+def tune() -> None:
+    """Times of attention kernels by (keys a step, warps, stages), best first."""
+    import torch
+    from triton.testing import do_bench
+
+    from anycore_cuda.kernels import attention, decode, matvec
+
+    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+    # PART=i/n takes every n-th shape from the i-th on: several processes fill the disk cache before one measures.
+    part, parts = map(int, os.environ.get("PART", "0/1").split("/"))
+
+    def replayed(work: Callable[[], Any], times: int) -> float:
+        """Microseconds of one call, launches left out."""
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(times):
+                work()
+        return round(do_bench(graph.replay, warmup=5, rep=20, return_mode="median") * 1e3 / times, 1)
+
+    def best(name: str, shapes: list[tuple[int, int, int]], work: Callable[[tuple[int, int, int]], None]) -> None:
+        found = []
+        for shape in shapes[part::parts]:
+            try:
+                found.append((replayed(lambda shape=shape: work(shape), 4), shape))
+            except Exception as error:
+                print(name, shape, type(error).__name__)
+        print(name, sorted(found)[:4], flush=True)
+
+    for heads, kv_heads, dim in ((14, 2, 64), (28, 4, 128), (12, 12, 64)):
+        for count, length in ((4, 2048), (64, 128)):
+            qkv = torch.randn(count * length, heads + 2 * kv_heads, dim, **bf16)
+            q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+            out = torch.empty(q.shape, **bf16)
+            starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * length
+            lens = torch.full((count,), length, dtype=torch.int32, device="cuda")
+            cache = torch.randn(2, 1 + count * length // 16, kv_heads, 16, dim, **bf16)
+            tables = (torch.randperm(count * length // 16, device="cuda") + 1).int().view(count, -1)
+            for rows in (64, 128):
+                tokens = rows // (heads // kv_heads)
+                tiles = [(i, first) for first in reversed(range(0, length, tokens)) for i in range(count)]
+                tile = torch.tensor(tiles, dtype=torch.int32, device="cuda")
+                for name, (a, b, t) in {"packed": (k, v, None), "paged": (cache[0], cache[1], tables)}.items():
+                    if name == "paged" and kv_heads == heads:
+                        continue
+                    given = (q, a, b, out, tile, rows, starts, lens, t, kv_heads != heads, dim**-0.5, None, None)
+                    shapes = [(64, 4, 3), (64, 8, 3), (128, 8, 2), (128, 4, 3)]
+                    title = f"{name} {heads}/{kv_heads}x{dim} {count}x{length} rows {rows}"
+                    best(title, shapes, lambda s, g=given: attention.attend(*g, s))
+        if kv_heads == heads:
+            continue
+        for count, length in ((1, 300), (64, 700), (256, 1000)):
+            blocks = -(-length // 16)
+            cache = torch.randn(2, 1 + count * blocks, kv_heads, 16, dim, **bf16)
+            tables = (torch.randperm(count * blocks, device="cuda") + 1).int().view(count, blocks)
+            lens = torch.full((count,), length, dtype=torch.int32, device="cuda")
+            q = torch.randn(count, heads, dim, **bf16)
+            out = torch.empty_like(q)
+            zeros = torch.zeros(4096, dtype=torch.int32, device="cuda")
+            for splits in {1: (1, 16), 64: (1, 2), 256: (1,)}[count]:
+                given = (q, cache, out, tables, lens, zeros, splits, dim**-0.5, None, None, None, None)
+                shapes = [(32, 2, 4), (64, 2, 3), (64, 4, 3), (128, 4, 3)]
+                title = f"decode {heads}/{kv_heads}x{dim} {count}x{length} splits {splits}"
+                best(title, shapes, lambda s, g=given: decode.decode(*g, s))
+    small, large = ((1152, 896), (896, 896), (9728, 896), (896, 4864)), ((4608, 3584), (3584, 3584))
+    for rows, columns in (*small, *large, (37888, 3584), (3584, 18944)):
+        weights = [torch.randn(rows, columns, **bf16) for _ in range(max(2, 200_000_000 // (rows * columns * 2)))]
+        x = torch.randn(1, columns, **bf16)
+        for name, product in {"matvec": matvec.matvec, "cublas": torch.nn.functional.linear}.items():
+            us = replayed(lambda f=product: [f(x, weight) for weight in weights], 1) / len(weights)
+            print(name, rows, columns, f"{us:.2f} us, {rows * columns * 2 / us / 1e6:.2f} TB/s", flush=True)
+
+
 def folders(root: str) -> None:
     for name, config in FOLDERS.items():
         (Path(root) / name).mkdir(parents=True, exist_ok=True)
@@ -403,6 +495,10 @@ def main() -> None:
         embed(arguments[0])
     elif command == "step":
         step(arguments[0], [int(word) for word in arguments[1:]])
+    elif command == "host":
+        host(arguments[0], arguments[1:])
+    elif command == "tune":
+        tune()
     elif command == "agree":
         agree()
     else:

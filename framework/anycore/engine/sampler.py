@@ -189,10 +189,10 @@ class Sampler:
         return state
 
     def _floats(self, values: list[float] | tuple[float, ...]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device)
+        return self.memory.upload(torch.tensor(values, dtype=torch.float32))
 
     def _longs(self, values: list[int] | tuple[int, ...]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return self.memory.upload(torch.tensor(values, dtype=torch.int64))
 
 
 def _params(request: Request) -> SamplingParams:
