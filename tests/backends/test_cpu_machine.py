@@ -113,7 +113,7 @@ def test_private_operations_are_tried_before_they_are_trusted(monkeypatch: pytes
             patch.setattr(packed, name, substitute)
             ops = CpuOps()
             assert ops.packs == set()
-            x, weight = torch.randn(3, 8), torch.randn(5, 8)
+            x, weight = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16()
             assert torch.equal(ops.linear(x, ops.pack(DenseWeight(weight))), F.linear(x, weight))
 
 
