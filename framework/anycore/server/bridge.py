@@ -156,6 +156,8 @@ class EngineClient:
         process is gone.
         """
         environment = {k: v for k, v in os.environ.items() if k != "ANYCORE_API_KEY"}
+        # Threads of numeric libraries that spin at barriers lose nearly all their speed beside another busy process.
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         process = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True, env=environment
         )
