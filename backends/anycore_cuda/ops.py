@@ -93,10 +93,10 @@ class CudaOps(Ops):
                 )  # fmt: skip
             if not plan.fresh:
                 k, v = cache[0], cache[1]
-        rows = tiled.tile_rows(heads // kv_heads, q.shape[2], q.element_size())
+        paged = None if cache is None or plan.fresh else tables
+        rows = tiled.tile_rows(heads // kv_heads, q.shape[2], q.element_size(), paged is not None)
         tiles = plan.tiles(rows // (heads // kv_heads))
         if tiles is not None:
-            paged = None if cache is None or plan.fresh else tables
             tiled.attend(
                 q, k, v, out, tiles, rows, batch.query_starts_device, lens, paged,
                 batch.causal, scale, window, softcap,

@@ -122,18 +122,17 @@ def _attend(
     tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def tile_rows(group: int, dim: int, element_size: int) -> int:
-    """Rows of a tile (tokens times query heads), from what a program can hold."""
-    rows = 128 if element_size == 2 and dim <= 128 else 64 if element_size == 2 else 32
+def tile_rows(group: int, dim: int, element_size: int, paged: bool) -> int:
+    """Rows of a tile (tokens times query heads), as measured to be fast: finding blocks pays off over more rows."""
+    rows = 32 if element_size == 4 else 128 if paged and dim <= 128 else 64
     return max(rows, triton.next_power_of_2(group))
 
 
 def shape_of(rows: int, block_d: int, element_size: int) -> tuple[int, int, int]:
     """Keys a step, warps and pipeline stages of a program, as measured to be fast."""
-    warps = 8 if rows >= 128 and block_d >= 128 else 4
     if element_size == 2:
-        return (64, warps, 3) if block_d <= 128 else (32, warps, 2)
-    return (32, warps, 2) if block_d <= 128 else (16, warps, 2)
+        return (64, 4 if rows <= 128 else 8, 3) if block_d <= 128 else (32, 4, 2)
+    return (32, 4, 2) if block_d <= 128 else (16, 4, 2)
 
 
 def attend(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 MIN_ROWS = 16  # of a matrix product
 MAX_SPLITS = 16
-MIN_BLOCKS = 2
-"""A split takes at least so many blocks of keys: joining results costs as much as reading a few."""
+MIN_KEYS = 128
+"""A split takes at least so many keys: joining results costs as much as reading a few more."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -102,6 +102,12 @@ def _decode(
             tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
 
 
+def shape_of(block_d: int, element_size: int) -> tuple[int, int, int]:
+    """Keys a step, warps and pipeline stages of a program, as measured to be fast."""
+    keys = max(16, min(128, 128 * 128 // (block_d * element_size)))
+    return keys, 4, 3 if element_size == 2 else 2
+
+
 def decode(
     q: Tensor,
     cache: Tensor,
@@ -134,17 +140,13 @@ def decode(
     if splits > 1:
         partial = q.new_empty(count * kv_heads * splits * rows * block_d, dtype=torch.float32)
         stats = q.new_empty(count * kv_heads * splits * rows * 2, dtype=torch.float32)
-    keys, warps, stages = shape or (
-        64 if block_d * q.element_size() <= 256 else 32,
-        4,
-        3 if q.element_size() == 2 else 2,
-    )
+    keys, warps, stages = shape or shape_of(block_d, q.element_size())
     side, block, head, _, _ = cache.stride()
     _decode[(count, kv_heads, splits)](
         q, cache, out, partial, stats, counters, tables, lens,
         lens if starts is None else starts, lens if requests is None else requests,
         q.stride(0), q.stride(1), tables.stride(0), cache.shape[3], side, block, head,
         scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group,
-        SPLIT=splits > 1, ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=MIN_BLOCKS, MAX_SPLITS=MAX_SPLITS, CAP=softcap is not None,
+        SPLIT=splits > 1, ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=MIN_KEYS // keys, MAX_SPLITS=MAX_SPLITS, CAP=softcap is not None,
         CHOSEN=requests is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -36,21 +36,32 @@ def _matvec(
     tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=known)
 
 
+def shape_of(rows: int, columns: int) -> tuple[int, int, int]:
+    """Rows, columns a step, and warps of a program."""
+    each = 1
+    while each < 8 and rows >= 2 * each * PROGRAMS:
+        each *= 2
+    return each, min(BLOCK_K, triton.next_power_of_2(columns)), 4
+
+
 def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether x is one vector in 16 bits, whose products lose nothing in float32 sums, and the matrix is plain."""
     return len(x) == 1 and x.ndim == 2 and x.element_size() == 2 and weight.is_contiguous() and x.stride(1) == 1
 
 
-def matvec(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """[1, I] times [O, I] → [1, O], summed in float32."""
+def matvec(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """[1, I] times [O, I] → [1, O], summed in float32. `shape`: rows, columns a step, and warps of a program."""
     rows, columns = weight.shape
     out = x.new_empty(1, rows, dtype=dtype or x.dtype)
-    each = 1
-    while each < 8 and rows >= 2 * each * PROGRAMS:
-        each *= 2
-    block = min(BLOCK_K, triton.next_power_of_2(columns))
+    each, block, warps = shape or shape_of(rows, columns)
     _matvec[(triton.cdiv(rows, each),)](
         x, weight, weight if bias is None else bias, out, rows, columns,
-        ROWS=each, BLOCK=block, BIAS=bias is not None, EVEN=columns % block == 0, num_warps=4,
+        ROWS=each, BLOCK=block, BIAS=bias is not None, EVEN=columns % block == 0, num_warps=warps,
     )  # fmt: skip
     return out

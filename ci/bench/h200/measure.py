@@ -277,7 +277,7 @@ def agree() -> None:
 
     loaded = plugins.load()
     rng = random.Random(0)
-    prompts = [[rng.randrange(5, 200) for _ in range(n)] for n in (1, 7, 33, 130, 200)]
+    prompts = [[rng.randrange(5, 170) for _ in range(n)] for n in (1, 7, 33, 130, 200)]
     with tempfile.TemporaryDirectory() as tmp:
         for family in tiny.DECODERS:
             window = 24 if family != "llama" else None
@@ -374,7 +374,7 @@ def kernels() -> None:
             qkv = torch.randn(count * length, heads + 2 * kv_heads, dim, **bf16)
             q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
             out = torch.empty(q.shape, **bf16)
-            rows = attention.tile_rows(heads // kv_heads, dim, 2)
+            rows = attention.tile_rows(heads // kv_heads, dim, 2, False)
             tokens = rows // (heads // kv_heads)
             tiles = [(i, first) for first in reversed(range(0, length, tokens)) for i in range(count)]
             tile = torch.tensor(tiles, dtype=torch.int32, device="cuda")
@@ -409,28 +409,18 @@ def kernels() -> None:
 def tune() -> None:
     """Times of attention kernels by (keys a step, warps, stages), best first."""
     import torch
-    from triton.testing import do_bench
 
-    from anycore_cuda.kernels import attention, decode, matvec
+    from anycore_cuda.kernels import attention, decode
 
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     # PART=i/n takes every n-th shape from the i-th on: several processes fill the disk cache before one measures.
     part, parts = map(int, os.environ.get("PART", "0/1").split("/"))
 
-    def replayed(work: Callable[[], Any], times: int) -> float:
-        """Microseconds of one call, launches left out."""
-        work()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(times):
-                work()
-        return round(do_bench(graph.replay, warmup=5, rep=20, return_mode="median") * 1e3 / times, 1)
-
     def best(name: str, shapes: list[tuple[int, int, int]], work: Callable[[tuple[int, int, int]], None]) -> None:
         found = []
         for shape in shapes[part::parts]:
             try:
-                found.append((replayed(lambda shape=shape: work(shape), 4), shape))
+                found.append((round(replayed(lambda shape=shape: work(shape), 4), 1), shape))
             except Exception as error:
                 print(name, shape, type(error).__name__)
         print(name, sorted(found)[:4], flush=True)
@@ -470,13 +460,43 @@ def tune() -> None:
                 shapes = [(32, 2, 4), (64, 2, 3), (64, 4, 3), (128, 4, 3)]
                 title = f"decode {heads}/{kv_heads}x{dim} {count}x{length} splits {splits}"
                 best(title, shapes, lambda s, g=given: decode.decode(*g, s))
+
+
+def products() -> None:
+    """Times of a matrix times one vector by (rows, columns a step, warps), best first, and cuBLAS's."""
+    import torch
+
+    from anycore_cuda.kernels import matvec
+
+    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+    part, parts = map(int, os.environ.get("PART", "0/1").split("/"))
+    shapes = [(r, c, w) for r in (1, 2, 4, 8) for c in (512, 1024, 2048) for w in (1, 2, 4, 8)]
+    shapes = [(r, c, w) for r, c, w in shapes if 16 <= r * c // (32 * w) <= 64]
     small, large = ((1152, 896), (896, 896), (9728, 896), (896, 4864)), ((4608, 3584), (3584, 3584))
-    for rows, columns in (*small, *large, (37888, 3584), (3584, 18944)):
+    for rows, columns in (*small, *large, (37888, 3584), (3584, 18944), (151936, 896)):
         weights = [torch.randn(rows, columns, **bf16) for _ in range(max(2, 200_000_000 // (rows * columns * 2)))]
         x = torch.randn(1, columns, **bf16)
-        for name, product in {"matvec": matvec.matvec, "cublas": torch.nn.functional.linear}.items():
-            us = replayed(lambda f=product: [f(x, weight) for weight in weights], 1) / len(weights)
-            print(name, rows, columns, f"{us:.2f} us, {rows * columns * 2 / us / 1e6:.2f} TB/s", flush=True)
+
+        def each(product: Callable[..., Any], *more: Any, x: Any = x, weights: Any = weights) -> float:
+            return replayed(lambda: [product(x, weight, *more) for weight in weights], 1) / len(weights)
+
+        found = [(each(matvec.matvec, None, None, shape), shape) for shape in shapes[part::parts]]
+        rate = rows * columns * 2 / 1e6
+        for us, name in (*sorted(found)[:4], (each(torch.nn.functional.linear), "cuBLAS")):
+            print(f"{rows}x{columns}: {us:6.2f} us {rate / us:.2f} TB/s {name}", flush=True)
+
+
+def replayed(work: Callable[[], Any], times: int) -> float:
+    """Microseconds of one call, launches left out."""
+    import torch
+    from triton.testing import do_bench
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            work()
+    return float(do_bench(graph.replay, warmup=5, rep=20, return_mode="median") * 1e3 / times)
 
 
 def folders(root: str) -> None:
@@ -499,6 +519,8 @@ def main() -> None:
         host(arguments[0], arguments[1:])
     elif command == "tune":
         tune()
+    elif command == "products":
+        products()
     elif command == "agree":
         agree()
     else:

@@ -250,8 +250,9 @@ class Engine:
         params = request.new.sampling
         assert params is not None
         assert result.token is not None
+        token, tokens = result.token, request.tokens
         delta = Delta(id=request.id, index=request.index)
-        if len(request.tokens) == request.num_prompt:
+        if len(tokens) == request.num_prompt:
             request.timing.first_token = now
             delta.cached_tokens = request.cached
             delta.queue_seconds = request.timing.started - request.timing.arrived
@@ -263,17 +264,16 @@ class Engine:
         if params.max_tokens == 0:
             request.num_pending -= 1
             return self._finish(request, delta, FinishReason.LENGTH)
-        self.scheduler.commit(request, result.token)
+        self.scheduler.commit(request, token)
         self._stats.output_tokens += 1
-        delta.token_ids = [result.token]
+        delta.token_ids = [token]
         if result.logprob is not None:
             delta.logprobs = [result.logprob]
-        generated = len(request.tokens) - request.num_prompt
-        ends = result.token in request.eos_ids and not params.ignore_eos
-        if (ends or result.token in params.stop_token_ids) and generated > params.min_tokens:
-            delta.stop_reason = None if ends else result.token
+        ends = token in request.eos_ids and not params.ignore_eos
+        if (ends or token in params.stop_token_ids) and len(tokens) - request.num_prompt > params.min_tokens:
+            delta.stop_reason = None if ends else token
             return self._finish(request, delta, FinishReason.STOP)
-        if len(request.tokens) >= request.max_total:
+        if len(tokens) >= request.max_total:
             return self._finish(request, delta, FinishReason.LENGTH)
         return delta
 

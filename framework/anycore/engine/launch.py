@@ -6,6 +6,7 @@ with the same functions.
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,7 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     )
     tell("warm up", 0.0)
     warm_up(engine)
+    gc.freeze()  # what is alive now stays: looking through it again and again would hold up steps
     tell("ready", 1.0)
     return engine
 

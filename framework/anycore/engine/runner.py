@@ -26,6 +26,9 @@ from anycore.engine.scheduler import Entry, Step
 from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
 
+PLAIN_SAMPLES = 2
+"""Tensors of samples without log-probabilities: ids and whether they are finite."""
+
 LOGIT_ROWS = 64
 """Prompt log-probabilities are taken this many rows at a time, so that [rows, V] tables stay small."""
 
@@ -115,8 +118,12 @@ class Runner:
     @torch.inference_mode()
     def collect(self, launched: Launched) -> dict[int, Result]:
         """Wait for a step and return its results by `id(request)`."""
-        results = {id(entry.request): Result() for entry in launched.step.entries}
         arrived = launched.arrive()
+        if launched.wanted.only_sampled and len(arrived) == PLAIN_SAMPLES:
+            ids, finite = arrived[0].tolist(), arrived[1].tolist()
+            sampled = zip(launched.wanted.sampled, ids, finite, strict=True)
+            return {id(request): Result(token, finite=fine) for request, token, fine in sampled}
+        results = {id(entry.request): Result() for entry in launched.step.entries}
         if launched.output.samples is not None:
             self._collect_samples(
                 launched.wanted.sampled, Samples(*arrived[: len(arrived) - bool(launched.wanted.pooled)]), results

@@ -106,6 +106,8 @@ class Scheduler:
 
         Decodes come out of the budget before any prompt chunk, so that a long prompt never stalls them.
         """
+        assert self.pool is not None
+        size, entries = self.pool.block_size, step.entries
         ready = [(request, left) for request in self.running if (left := _rows_left(request))]
         decodes = sum(left == 1 for _, left in ready)
         budget = self.limits.max_num_batched_tokens - decodes
@@ -116,14 +118,16 @@ class Scheduler:
             rows = 1 if left == 1 else min(left, budget)
             if rows == 0:
                 continue
-            before = self.preemptions
-            fits = self._grow(request, rows)
-            preempted |= self.preemptions != before
-            if not fits:
-                break  # it gave up its own blocks: everyone after it ranks lower still
+            start = request.num_computed
+            if start + rows > len(request.blocks) * size:
+                before = self.preemptions
+                fits = self._grow(request, rows)
+                preempted |= self.preemptions != before
+                if not fits:
+                    break  # it gave up its own blocks: everyone after it ranks lower still
             if left > 1:
                 budget -= rows
-            step.entries.append(Entry(request, request.num_computed, rows, rows == left))
+            entries.append(Entry(request, start, rows, rows == left))
         return budget, preempted
 
     def _grow(self, request: Request, rows: int) -> bool:
