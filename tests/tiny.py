@@ -145,7 +145,7 @@ def tiny_reranker(folder: Path | str, *, tied: bool = False, seed: int = 2, max_
     settings = decoder_settings(3, 2, 64, 4, 128, ids["size"], tied, max_positions)
     settings |= {"bos_token_id": None, "eos_token_id": ids[END_OF_TURN], "pad_token_id": ids[PAD]}
     torch.manual_seed(seed)
-    save_model(AutoModelForCausalLM.from_config(Qwen3Config(**settings)), folder)
+    save_model(AutoModelForCausalLM.from_config(Qwen3Config(**settings)), folder, head=0.5)
     edit_json(folder / "config.json", classifier_from_token=["no", "yes"], is_original_qwen3_reranker=True)
     package = "sentence_transformers"
     modules = [("", f"{package}.base.modules.transformer.Transformer")]
@@ -230,17 +230,17 @@ def xlmr_config(vocab: int, **more: Any) -> XLMRobertaConfig:
 
 
 @torch.no_grad()
-def save_model(model: PreTrainedModel, folder: Path) -> None:
+def save_model(model: PreTrainedModel, folder: Path, head: float = 2.0) -> None:
     """Spread the weights and write float32 safetensors.
 
-    Matrices get std 1/sqrt(inputs); queries and keys more, so that attention has preferences; heads twice that, so
-    that logits do. A tied table stays small, lest every token predict itself; its final norm makes up for it.
+    Matrices get std 1/sqrt(inputs); queries and keys more, so that attention has preferences; heads `head` times that,
+    twice so that logits do. A tied table stays small, lest every token predict itself; its final norm makes up for it.
     """
     tied = bool(getattr(model.config, "tie_word_embeddings", False)) and "lm_head.weight" in model.state_dict()
     stored_one = 0.0 if "gemma" in model.config.model_type else 1.0  # Gemma stores its norms as w - 1
     for name, weight in model.named_parameters():
         if weight.ndim == 2:
-            weight.normal_(0.0, spread(name, tied) / weight.shape[1] ** 0.5)
+            weight.normal_(0.0, spread(name, tied, head) / weight.shape[1] ** 0.5)
         elif name.endswith("bias"):
             weight.normal_(0.0, 0.1)
         else:
@@ -252,13 +252,13 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     model.float().eval().save_pretrained(folder)
 
 
-def spread(name: str, tied: bool) -> float:
+def spread(name: str, tied: bool, head: float) -> float:
     """Standard deviation of a matrix, times the square root of its inputs."""
     if any(part in name for part in ("q_proj", "k_proj", "query", "key")):
         return 1.7
     if "embed" in name:
         return 0.5 if tied else 2.0
-    return 2.0 if any(part in name for part in ("lm_head", "score", "out_proj", "classifier")) else 1.0
+    return head if any(part in name for part in ("lm_head", "score", "out_proj", "classifier")) else 1.0
 
 
 def save_bpe(

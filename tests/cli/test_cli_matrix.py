@@ -57,7 +57,7 @@ def test_h01_an_absent_device_is_shown_with_reason_and_next_step(
     install_echo(tmp_path)
     for command in ("matrix", "doctor"):
         done = anycore(command, path=tmp_path, env={"ANYCORE_ECHO": json.dumps(script)})
-        (line,) = [line for line in done.stdout.splitlines() if "no device" in line]
+        (line,) = [line for line in done.stdout.splitlines() if "no device" in line and "echo" in line]
         assert "echo (anycore-echo 0.1.0)" in line
         assert reason in line
         assert advice in line

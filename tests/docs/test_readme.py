@@ -166,6 +166,8 @@ def test_the_demo_itself() -> None:
 @pytest.mark.models
 @pytest.mark.parametrize("line", [w for b in blocks(README, "sh") for w in b.code.splitlines() if " demo '" in w])
 def test_one_shot_commands(line: str) -> None:
-    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, check=False)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environ = {**os.environ, "PATH": path}
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120, check=False, env=environ)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

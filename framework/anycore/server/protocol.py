@@ -90,7 +90,7 @@ def responses(model: Any, *, stream: bool = False) -> dict[int | str, dict[str, 
     }
     answer: dict[str, Any] = {"model": model, "description": "The answer"}
     if stream:
-        answer["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        answer["content"] = {"text/event-stream": {}}
     return {200: answer, **documented}
 
 
