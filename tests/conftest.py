@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+if not os.path.exists(
+    "/dev/nvidiactl"
+):  # kernels are interpreted where there is no GPU; said before anything imports triton
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import tiny

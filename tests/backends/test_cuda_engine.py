@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,4 +70,4 @@ def test_buckets_reach_every_batch_size() -> None:
         sizes = buckets(most)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == most
-        assert all(after <= before + max(8, before // 4) for before, after in zip(sizes, sizes[1:], strict=False))
+        assert all(after <= before + max(8, before // 4) for before, after in pairwise(sizes))

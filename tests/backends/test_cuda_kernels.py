@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from backends.cuda_interpreted import interpreted
+from torch import Tensor
 
-from anycore.contract import checks
+from anycore.contract import checks, sampling
+from anycore.contract.batch import Sampling
 from anycore.contract.checks import AttentionCase
+from anycore_cuda.kernels import rotary
+from anycore_cuda.kernels import sampling as kernels
+from anycore_cuda.kernels.matvec import matvec, suits
+from anycore_cuda.kernels.sampling import choose, choose_filtered
 
 DTYPES = ("float32", "float16")
 CASES = [
@@ -45,5 +52,75 @@ def test_gated(dtype: str) -> None:
         checks.check_gated(interpreted(), dtype, kind, 3, 33)
 
 
-def test_sampling() -> None:
-    checks.check_sampling(interpreted())
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rows", [3, 70])  # each row by itself, and in groups
+def test_heads_are_prepared_as_the_contract_says(normed: bool, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    heads, kv_heads, dim, size = 4, 2, 24, 16
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim, generator=generator)
+    angles = torch.rand(rows, dim // 2, generator=generator) * 6
+    turns = angles.cos(), angles.sin()
+    weights = torch.randn(2, dim, generator=generator)
+    norms = (weights[0], weights[1], 1e-6) if normed else None
+    cache = torch.zeros(2, 8, kv_heads, size, dim)
+    slots = torch.randperm(8 * size, generator=generator)[:rows]
+    q, k, v = qkv.double().split_with_sizes((heads, kv_heads, kv_heads), dim=1)
+    if normed:
+        q, k = (x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * w for x, w in zip((q, k), weights, strict=True))
+    q, k = (turn(x, angles.double()) for x in (q, k))
+    rotary.prepare_heads(qkv, heads, kv_heads, turns, norms, cache, slots)
+    torch.testing.assert_close(qkv[:, : heads + kv_heads].double(), torch.cat((q, k), dim=1), rtol=1e-5, atol=1e-5)
+    for side, exact in zip(cache.double(), (k, v), strict=True):
+        stored = side[slots // size, :, slots % size]
+        torch.testing.assert_close(stored, exact, rtol=1e-5, atol=1e-5)
+
+
+def turn(x: Tensor, angles: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    c, s = angles.cos()[:, None], angles.sin()[:, None]
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+@pytest.mark.parametrize("shape", [(5, 40), (70, 1100), (3, 9000)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_matrix_times_one_vector(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(shape, generator=generator) * shape[1] ** -0.5).to(dtype)
+    x, bias = (
+        torch.randn(1, shape[1], generator=generator).to(dtype),
+        torch.randn(shape[0], generator=generator).to(dtype),
+    )
+    exact = x.double() @ weight.double().T
+    assert suits(x, weight)
+    torch.testing.assert_close(matvec(x, weight, dtype=torch.float32).double(), exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(matvec(x, weight, bias).double(), exact + bias.double(), rtol=1e-2, atol=1e-2)
+
+
+def test_draws_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters alone and together, greedy rows among them, and logits that tie at the edge of a filter."""
+    monkeypatch.setattr(kernels, "WIDE", 32)  # two small blocks a row: the interpreter is slow
+    generator = torch.Generator().manual_seed(1)
+    rows, vocab = 8, 40
+    logits = (torch.randn(rows, vocab, generator=generator) * 2).bfloat16().float()
+    logits[3, 5:9], logits[4] = 2.0, 1.0
+    temperature = torch.tensor([0.0] + [0.7] * (rows - 1))
+    uniforms = torch.rand(rows, dtype=torch.float64, generator=generator)
+    top_k = torch.tensor([3, 5, vocab, 2, 7, 1, 3, 4])
+    top_p = torch.tensor([0.9, 0.5, 0.8, 0.7, 0.6, 1.0, 0.3, 0.0])
+    min_p = torch.tensor([0.0, 0.1, 0.0, 0.5, 0.0, 0.2, 0.0, 0.0])
+    for filters in ((top_k, None, None), (None, top_p, min_p), (top_k, top_p, min_p)):
+        ids, finite = choose_filtered(logits, temperature, uniforms, *filters)
+        assert ids.tolist() == sampling.sample(logits.clone(), Sampling(temperature, uniforms, *filters)).ids.tolist()
+        assert finite.all()
+    ids, _ = choose(logits, temperature, uniforms)
+    assert ids.tolist() == sampling.sample(logits.clone(), Sampling(temperature, uniforms)).ids.tolist()
+
+
+def test_rows_that_are_not_finite_are_reported() -> None:
+    logits = torch.zeros(4, 9)
+    logits[0, 3], logits[1, 4], logits[2] = float("nan"), float("inf"), float("-inf")
+    for finite in (
+        choose(logits, torch.ones(4), torch.zeros(4, dtype=torch.float64))[1],
+        choose_filtered(logits, torch.ones(4), torch.zeros(4, dtype=torch.float64), None, torch.ones(4), None)[1],
+    ):
+        assert finite.tolist() == [False, False, False, True]

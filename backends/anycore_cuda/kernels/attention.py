@@ -48,10 +48,7 @@ def _span(
         if MASKED:
             distance = position[:, None] - token[None, :]
             seen = known[None, :] & (distance < window)
-            if CAUSAL:
-                seen = seen & (distance >= 0)
-            else:
-                seen = seen & (distance > -window)
+            seen = seen & (distance >= 0) if CAUSAL else seen & (distance > -window)
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1))
         # A row that has seen nothing yet stays at -inf; 0 keeps its exponents free of NaN.

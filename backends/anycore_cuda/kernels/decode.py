@@ -21,7 +21,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=["table_stride", "window", "splits", "group"])
 def _decode(
     q_ptr, cache_ptr, out_ptr, partial_ptr, stats_ptr, done_ptr, tables_ptr, lens_ptr, starts_ptr, requests_ptr,
-    q_stride, q_head_stride, table_stride, block_size, side_stride, block_stride, head_stride, scale, window, softcap, splits, group,
+    q_stride, q_head_stride, table_stride, block_size, side_stride, block_stride, head_stride,
+    scale, window, softcap, splits, group,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
@@ -147,6 +148,6 @@ def decode(
         lens if starts is None else starts, lens if requests is None else requests,
         q.stride(0), q.stride(1), tables.stride(0), cache.shape[3], side, block, head,
         scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group,
-        SPLIT=splits > 1, ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=MIN_KEYS // keys, MAX_SPLITS=MAX_SPLITS, CAP=softcap is not None,
-        CHOSEN=requests is not None, num_warps=warps, num_stages=stages,
+        SPLIT=splits > 1, ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=MIN_KEYS // keys,
+        MAX_SPLITS=MAX_SPLITS, CAP=softcap is not None, CHOSEN=requests is not None, num_warps=warps, num_stages=stages,
     )  # fmt: skip

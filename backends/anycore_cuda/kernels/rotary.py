@@ -49,7 +49,7 @@ def _prepare(
             first = turned
         tl.store(qkv_ptr + at, first.to(dtype), mask=inside)
         tl.store(qkv_ptr + at + HALF, second.to(dtype), mask=inside)
-    if STORE:
+    if STORE:  # noqa: SIM102 (a constant: without it nothing below is compiled)
         if head >= HEADS:
             slot = tl.load(slots_ptr + row, mask=row < rows, other=0)
             kv_head = (head - HEADS) % KV_HEADS

@@ -159,10 +159,7 @@ def _filtered(
                 fit = tl.maximum(fit, 1)
                 ties = tl.where(low == limit, tl.minimum(ties, fit), fit)
                 limit = low.to(tl.int32)
-        if MIN_P:
-            floor = tl.load(min_p_ptr + row)
-        else:
-            floor = 0.0
+        floor = tl.load(min_p_ptr + row) if MIN_P else 0.0
     else:
         floor = 0.0
 

@@ -367,7 +367,7 @@ def kernels() -> None:
             for splits in (1, 4, 16) if count <= 16 else (1, 2, 4):
                 show(
                     f"decode {heads}/{kv_heads}x{dim} B={count} L={length} splits={splits}",
-                    lambda a=(q, cache, out, tables, lens, zeros, splits): decode.decode(*a, dim**-0.5, None, None),
+                    lambda a=(q, cache, out, tables, lens, zeros, splits, dim**-0.5): decode.decode(*a, None, None),
                     2.0 * count * length * kv_heads * dim * 2,
                 )
         for count, length in ((4, 2048), (32, 256)):
