@@ -58,5 +58,6 @@ SPEC = BackendSpec(
     probe=probe,
     open=open_device,
     priority=0,
+    copied_dtypes=("bfloat16",),
     memory_utilization=0.5,  # the rest of the machine's memory is not ours alone
 )

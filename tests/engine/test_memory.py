@@ -108,6 +108,12 @@ def test_what_cannot_hold_the_weights_is_refused_with_the_terms() -> None:
     assert size(QWEN.weight_bytes("bfloat16")) in caught.value.message
 
 
+def test_a_tied_head_that_is_packed_counts_twice() -> None:
+    room = Room("fake", 24 * GIB, 24 * GIB)
+    twice = plan(QWEN, replace(WISH, head_copied=True), room).weights - plan(QWEN, WISH, room).weights
+    assert twice == QWEN.vocab_size * QWEN.hidden_size * 2
+
+
 def test_terms_add_up() -> None:
     made = plan(QWEN, WISH, Room("fake", 24 * GIB, 24 * GIB))
     assert made.used == made.weights + made.activations + made.logits + made.kv + MARGIN

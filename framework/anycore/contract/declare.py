@@ -115,6 +115,7 @@ class BackendSpec:
     priority: int = 0  # --backend auto takes the highest that is available and supports the need
     memory_utilization: float = 0.9  # default share of the device's memory
     batched_tokens: int | None = None  # default rows of a step; None leaves it to the engine
+    copied_dtypes: tuple[str, ...] = ()  # weights that Ops.pack copies; a tied head then exists twice
     distribution: str = ""  # filled in by the plugin manager: "name version" it came from
 
 

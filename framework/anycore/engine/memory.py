@@ -45,6 +45,7 @@ class Wish:
     utilization: float
     paged: bool  # False: no KV cache, requests are never split
     utilization_asked: bool = False  # by the user; a default gives way to what is free
+    head_copied: bool = False  # a tied head is packed beside the embedding table
     own_length: int | None = None  # what the model's files limit it to, below its positions
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -100,7 +101,7 @@ def plan(spec: ModelSpec, wish: Wish, room: Room, block_bytes: int | None = None
     rows = _batched_tokens(wish, longest)
     seqs = _seqs(wish, rows)
     budget = _budget(wish, room)
-    weights = spec.weight_bytes(wish.dtype)
+    weights = spec.weight_bytes(wish.dtype) + (_head_bytes(spec, wish.dtype) if wish.head_copied else 0)
     working = activation_bytes(spec, wish.dtype, rows), logits_bytes(spec, seqs)
     if not wish.paged:
         _check_fixed(weights, working, budget, room)
@@ -146,6 +147,11 @@ def logits_bytes(spec: ModelSpec, seqs: int) -> int:
     if spec.head != "lm":
         return 0
     return spec.vocab_size * (4 * seqs + SAMPLING_BYTES * min(seqs, SAMPLED_ROWS))
+
+
+def _head_bytes(spec: ModelSpec, dtype: str) -> int:
+    """A second copy of the embedding table, where the head is tied to it."""
+    return spec.vocab_size * spec.hidden_size * DTYPES[dtype] if spec.tied and spec.head == "lm" else 0
 
 
 def size(count: int) -> str:

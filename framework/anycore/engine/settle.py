@@ -40,6 +40,7 @@ def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, choice: Choice) ->
         utilization=config.memory_utilization or backend.memory_utilization,
         paged=is_paged(spec, task),
         utilization_asked=config.memory_utilization is not None,
+        head_copied=choice.need.weights in backend.copied_dtypes,
         own_length=_own_length(spec),
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
