@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class CudaBackend(Backend):
         memory = CudaMemory(device)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         super().__init__(device, memory, CudaOps(memory, processors))
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # a handle of torch's
 
     def optimize(self, step: StepFn, limits: Limits) -> StepFn:
         if limits.block_size == 0:  # nothing decodes

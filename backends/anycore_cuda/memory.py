@@ -71,7 +71,7 @@ class CudaMemory(Memory):
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
-        arrived = torch.cuda.Event()
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(self.device))
 
         def wait() -> list[Tensor]:
@@ -100,7 +100,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.buffer = torch.empty(STAGE, dtype=torch.uint8, pin_memory=True)
-        self.sent = torch.cuda.Event()
+        self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def send(self, source: Tensor, target: Tensor) -> None:
         self.sent.synchronize()

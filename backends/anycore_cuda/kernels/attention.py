@@ -122,7 +122,7 @@ def _attend(
 def tile_rows(group: int, dim: int, element_size: int, paged: bool) -> int:
     """Rows of a tile (tokens times query heads), as measured to be fast: finding blocks pays off over more rows."""
     rows = 32 if element_size == 4 else 128 if paged and dim <= 128 else 64
-    return max(rows, triton.next_power_of_2(group))
+    return max(rows, int(triton.next_power_of_2(group)))
 
 
 def shape_of(rows: int, block_d: int, element_size: int) -> tuple[int, int, int]:

@@ -163,7 +163,7 @@ def _filtered(
     else:
         floor = 0.0
 
-    total = 0.0
+    total = tl.zeros([], tl.float32)
     used = 0
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
