@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-if not os.path.exists(
-    "/dev/nvidiactl"
-):  # kernels are interpreted where there is no GPU; said before anything imports triton
+# Kernels are interpreted where there is no GPU; triton reads this when it is first imported.
+if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
