@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from sequences import sequence
@@ -11,7 +12,7 @@ from sequences import sequence
 from anycore.contract.batch import Penalties, Sampling
 from anycore.contract.sampling import filtered, penalised, sample
 from anycore.engine.request import SamplingParams
-from anycore.engine.sampler import Sampler, uniform
+from anycore.engine.sampler import Sampler, draws, mixed_seeds
 from anycore.errors import BadRequest
 
 LOGITS = [2.0, 1.0, 0.0, -1.0]
@@ -121,6 +122,10 @@ def test_s04_tiny_temperature_is_greedy_without_overflow() -> None:
     assert draw([1.0, 3.0, 2.0], temperature=0.0) == 1
     assert draw([1.0, 3.0, 2.0], top_k=1, temperature=2.0) == 1
     assert draw([1.0, 3.0, 2.0], top_p=0.0, temperature=2.0) == 1
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    return float(draws(mixed_seeds([(seed, index)]), np.array([position], dtype=np.uint64))[0])
 
 
 def test_draws_follow_the_distribution_and_never_leave_it() -> None:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from anycore.contract.backend import Limits
 from anycore.contract.declare import Task
 from anycore.engine.blocks import BlockPool
@@ -23,7 +25,7 @@ from anycore.engine.request import (
     Status,
 )
 from anycore.engine.runner import Launched, Result, Runner
-from anycore.engine.sampler import MASK, _mix
+from anycore.engine.sampler import MASK, mixed
 from anycore.engine.scheduler import Scheduler
 from anycore.errors import (
     AnycoreError,
@@ -218,14 +220,13 @@ class Engine:
         if params.seed is not None:
             return params.seed & MASK
         if self._seed:
-            return _mix((self._seed << 32 ^ self._arrivals) & MASK)
+            return int(mixed(np.array([(self._seed << 32 ^ self._arrivals) & MASK], dtype=np.uint64))[0])
         return int.from_bytes(os.urandom(8), "little")
 
     # --- results ------------------------------------------------------------------------------------------------
 
     def _commit(self, launched: Launched) -> list[Delta]:
         results = self.runner.collect(launched)
-        now = self._clock()
         deltas = []
         for entry in launched.step.entries:
             request = entry.request
@@ -242,10 +243,10 @@ class Engine:
             elif request.is_pooled:
                 deltas.append(self._pooled(request, result))
             else:
-                deltas.append(self._generated(request, result, now))
+                deltas.append(self._generated(request, result))
         return deltas
 
-    def _generated(self, request: Request, result: Result, now: float) -> Delta:
+    def _generated(self, request: Request, result: Result) -> Delta:
         """Append the sampled token and say whether it was the last."""
         params = request.new.sampling
         assert params is not None
@@ -253,7 +254,6 @@ class Engine:
         token, tokens = result.token, request.tokens
         delta = Delta(id=request.id, index=request.index)
         if len(tokens) == request.num_prompt:
-            request.timing.first_token = now
             delta.cached_tokens = request.cached
             delta.queue_seconds = request.timing.started - request.timing.arrived
             if params.prompt_logprobs is not None and request.index == 0:

@@ -168,8 +168,6 @@ class Timing(msgspec.Struct):
 
     arrived: float = 0.0
     started: float = 0.0  # first scheduled
-    first_token: float = 0.0
-    finished: float = 0.0
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,32 +29,28 @@ class SamplerState:
     forbidden: Tensor | None = None  # int64 ids outside allowed_token_ids
 
 
-def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) from three integers: two rounds of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    seeds = np.array([_mix(_start(seed, index))], dtype=np.uint64)
-    return float(draws(seeds, np.array([position], dtype=np.uint64))[0])
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
-def draws(
-    seeds: np.ndarray[Any, np.dtype[np.uint64]], positions: np.ndarray[Any, np.dtype[np.uint64]]
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The second round, for many rows: mixed seeds and positions [R] → numbers in [0, 1)."""
-    z = seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+def mixed(z: Words) -> Words:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit of the result depends on every bit of z."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = z ^ (z >> np.uint64(31))
+    out: Words = z ^ (z >> np.uint64(31))
+    return out
+
+
+def mixed_seeds(sequences: list[tuple[int, int]]) -> Words:
+    """First round: a word for each (seed, index of the sequence)."""
+    words = [(seed + (index + 1) * 0xD1B54A32D192ED03) & MASK for seed, index in sequences]
+    return mixed(np.array(words, dtype=np.uint64))
+
+
+def draws(seeds: Words, positions: Words) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Second round: mixed seeds and positions [R] → numbers in [0, 1)."""
+    z = mixed(seeds + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     numbers: np.ndarray[Any, np.dtype[np.float64]] = (z >> np.uint64(11)) / 2.0**53
     return numbers
-
-
-def _start(seed: int, index: int) -> int:
-    return (seed + (index + 1) * 0xD1B54A32D192ED03) & MASK
-
-
-def _mix(z: int) -> int:
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return z ^ (z >> 31)
 
 
 @dataclass
@@ -63,8 +59,8 @@ class Group:
 
     requests: list[Request]
     sampling: Sampling
-    seeds: np.ndarray[Any, np.dtype[np.uint64]]  # [R]: seed and sequence, mixed
-    positions: np.ndarray[Any, np.dtype[np.uint64]]  # [R]: of the token about to be sampled, within the output
+    seeds: Words  # [R]: seed and sequence, mixed
+    positions: Words  # [R]: of the token about to be sampled, within the output
     steady: bool  # only the draws change from step to step
 
 
@@ -94,7 +90,7 @@ class Sampler:
         # Ids are banned at some steps and not at others: after words, and before the least number of tokens.
         steady = sampling.penalties is None and sampling.banned is None
         steady = steady and not any(_params(request).bad_words_ids for request in requests)
-        seeds = np.array([_mix(_start(r.seed, r.index)) for r in requests], dtype=np.uint64)
+        seeds = mixed_seeds([(r.seed, r.index) for r in requests])
         positions = np.array([request.num_output for request in requests], dtype=np.uint64)
         return Group(requests, sampling, seeds, positions, steady)
 
