@@ -67,7 +67,7 @@ def packed(model: loader.Model, texts: list[list[int]], types: list[list[int]] |
         positions=torch.cat([torch.arange(n) for n in lengths]),
         query_lens=lengths,
         context_lens=[0] * len(texts),
-        output_rows=torch.arange(sum(lengths)),
+        output_rows=None,
         causal=model.spec.attention == "causal",
         token_types=None if types is None else torch.tensor(list(chain.from_iterable(types))),
     )
@@ -103,7 +103,7 @@ def paged(model: loader.Model, texts: list[list[int]], chunks: list[int]) -> lis
             positions=torch.cat(positions),
             query_lens=counts,
             context_lens=[done[i] for i in rows],
-            output_rows=torch.arange(sum(counts)),
+            output_rows=None,
             causal=True,
             slots=torch.cat(slots),
             block_tables=tables[rows],

@@ -23,7 +23,7 @@ class Batch:
     positions: Tensor  # [T] int64, device: position of each row within its request
     query_lens: list[int]  # [B] host: rows of each request in this step; sums to T
     context_lens: list[int]  # [B] host: tokens of each request that were computed before this step
-    output_rows: Tensor  # [R] int64, device: rows whose hidden states are wanted
+    output_rows: Tensor | None  # [R] int64, device: rows whose hidden states are wanted; None: all, in order
     causal: bool  # row t of a request attends to 0 … position(t); otherwise to all rows of its request
     slots: Tensor | None = None  # [T] int64, device: block * block_size + offset; None when there is no KV cache
     block_tables: Tensor | None = None  # [B, P] int32, device: padded with block 0
@@ -31,6 +31,10 @@ class Batch:
     block_size: int = 0  # tokens per block; 0 when there is no KV cache
     token_types: Tensor | None = None  # [T] int64, device: segment ids of BERT-like encoders
     plan: Any = None  # the backend's own, from Ops.plan
+
+    def wanted(self, x: Tensor) -> Tensor:
+        """[T, ..] → [R, ..]: the rows of `output_rows`."""
+        return x if self.output_rows is None else x.index_select(0, self.output_rows)
 
     @property
     def decode_only(self) -> bool:

@@ -162,7 +162,7 @@ class PagedRun:
             positions=upload(torch.tensor(positions)),
             query_lens=counts,
             context_lens=contexts,
-            output_rows=upload(torch.arange(len(slots))),
+            output_rows=None,
             causal=self.case.causal,
             slots=upload(torch.tensor(slots)),
             block_tables=upload(padded),
@@ -233,7 +233,7 @@ def packed_batch(backend: Backend, lengths: list[int], causal: bool) -> Batch:
         positions=upload(torch.tensor([t for n in lengths for t in range(n)])),
         query_lens=lengths,
         context_lens=[0] * len(lengths),
-        output_rows=upload(torch.arange(count)),
+        output_rows=None,
         causal=causal,
     )
     batch.plan = backend.ops.plan(batch)

@@ -63,7 +63,6 @@ class GraphStep:
         self._longs = ids, positions, slots
         self._tables = torch.zeros(most, blocks, dtype=torch.int32, device=device)
         self._lens = torch.ones(most, dtype=torch.int32, device=device)
-        self._rows = torch.arange(most, dtype=torch.int64, device=device)
         temperature, top_p, min_p = torch.ones(3, most, dtype=torch.float32, device=device)
         uniforms = torch.zeros(most, dtype=torch.float64, device=device)
         self._sampling = Sampling(temperature, uniforms, top_k, top_p, min_p)
@@ -113,7 +112,7 @@ class GraphStep:
         size = like.block_size
         lens = [1] * decoding + [size + 1]
         rows = decoding + size + 1
-        zeros = torch.zeros(rows, dtype=torch.int64, device=self._rows.device)
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self._tables.device)
         batch = replace(
             like,
             input_ids=zeros,
@@ -138,7 +137,7 @@ class GraphStep:
             slots=slots,
             query_lens=[1] * count,
             context_lens=[0] * count,
-            output_rows=self._rows[:count],
+            output_rows=None,
             block_tables=self._tables[:count],
             token_types=None,
         )
@@ -191,4 +190,4 @@ class GraphStep:
 def replayable(batch: Batch, sampling: Sampling) -> bool:
     """Whether a step has the one shape that is captured."""
     plain = sampling.penalties is None and sampling.bias is None and sampling.banned is None
-    return plain and sampling.logprobs is None and batch.decode_only and len(batch.output_rows) == len(batch.query_lens)
+    return plain and sampling.logprobs is None and batch.output_rows is None and batch.decode_only

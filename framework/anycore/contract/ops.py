@@ -103,6 +103,24 @@ class Ops:
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (normed * weight).to(x.dtype), x
 
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        handle: Any,
+        bias: Tensor | None = None,
+        gate: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`rms_norm`, then `linear`, then `gated` if `gate` names an activation: [T, H] → [T, O], and x + residual.
+
+        One call, so that a backend may keep what lies between in registers. O is half of the matrix's rows if gated.
+        """
+        normed, total = self.rms_norm(x, weight, eps, residual)
+        out = self.linear(normed, handle, bias)
+        return (out if gate is None else self.gated(out, gate)), total
+
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -61,15 +61,16 @@ class BatchBuilder:
         ends = np.cumsum(lens)
         owner = np.repeat(np.arange(len(entries)), lens)
         positions = np.arange(ends[-1]) + (starts - (ends - lens))[owner]
-        arrays = [np.array(ids, dtype=np.int64), np.array(output_rows, dtype=np.int64)]
-        arrays += [np.array(unseen, dtype=np.int64), np.array(places, dtype=np.int64)]
+        arrays = [np.array(part, dtype=np.int64) for part in (ids, output_rows, unseen, places)]
         if self.spec.token_type_count:
             types = [t for entry in entries for t in entry.request.new.token_types or [0] * entry.rows]
             arrays.append(np.array(types, dtype=np.int64))
         self._rows = self.tables.rows([entry.request for entry in entries]) if self.kv is not None else []
         self._starts, self._lens = starts, lens.tolist()
         batch, sent = self._send(positions, owner, lens, arrays)
-        batch.input_ids, batch.output_rows = sent[0], sent[1]
+        batch.input_ids = sent[0]
+        if output_rows != list(range(len(ids))):
+            batch.output_rows = sent[1]
         if unseen:
             assert self._samples is not None
             batch.input_ids.index_copy_(0, sent[2], self._samples.ids[sent[3]])
@@ -86,8 +87,8 @@ class BatchBuilder:
         for i in np.flatnonzero(starts % self.limits.block_size == 0):  # the others have no new block
             self.tables.rows([requests[i]])
         every = np.arange(count)
-        batch, sent = self._send(starts, every, np.ones(count, dtype=np.int64), [every])
-        batch.input_ids, batch.output_rows = self._samples.ids, sent[0]
+        batch, _ = self._send(starts, every, np.ones(count, dtype=np.int64), [])
+        batch.input_ids = self._samples.ids
         return batch
 
     def _send(self, positions: Array, owner: Array, lens: Array, more: list[Array]) -> tuple[Batch, list[Tensor]]:
@@ -106,7 +107,7 @@ class BatchBuilder:
             positions=sent[0],
             query_lens=self._lens,
             context_lens=self._starts.tolist(),
-            output_rows=sent[0],
+            output_rows=None,
             causal=self.spec.attention == "causal",
         )
         batch.seq_lens_device, batch.query_starts_device = sent[1], sent[2]

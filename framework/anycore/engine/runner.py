@@ -140,7 +140,7 @@ class Runner:
 
     def _run(self, batch: Batch, sampling: Sampling | None) -> StepOutput:
         """The step function that a backend may optimise. The first rows of `output_rows` are the sampled ones."""
-        rows = self.model.forward(batch).index_select(0, batch.output_rows)
+        rows = self.model.forward(batch)
         if sampling is None:
             return StepOutput(rows)
         logits = self.model.logits(rows[: len(sampling.temperature)])

@@ -8,7 +8,7 @@ from torch import Tensor
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
 from anycore.contract.weights import DenseWeight
-from anycore.models.layers import Attention, Dense, Linear, RMSNorm, Weights, project
+from anycore.models.layers import Attention, Dense, Linear, NormLinear, RMSNorm, Weights, project
 from anycore.models.rotary import Rotary
 from anycore.models.spec import ModelSpec
 
@@ -20,27 +20,34 @@ class Layer:
 
     def __init__(self, ops: Ops, weights: Weights, spec: ModelSpec, index: int) -> None:
         name = f"layers.{index}"
-        self.ops = ops
-        self.kind = spec.activation
-        self.attention = Attention(ops, weights, spec, index, f"{name}.self_attn.qkv_proj", f"{name}.self_attn.o_proj")
-        self.gate_up = Linear(ops, weights, f"{name}.mlp.gate_up_proj")
-        self.down = Linear(ops, weights, f"{name}.mlp.down_proj")
-        self.before_attention = RMSNorm(ops, weights, f"{name}.input_layernorm", spec)
-        after = RMSNorm(ops, weights, f"{name}.post_attention_layernorm", spec)
+        before_attention = RMSNorm(ops, weights, f"{name}.input_layernorm", spec)
+        self.qkv = NormLinear(before_attention, Linear(ops, weights, f"{name}.self_attn.qkv_proj"))
+        self.attention = Attention(ops, weights, spec, index, f"{name}.self_attn")
+        self.out = Linear(ops, weights, f"{name}.self_attn.o_proj")
         self.after: tuple[RMSNorm, RMSNorm] | None = None
-        self.before_mlp = after
+        before_mlp = after = RMSNorm(ops, weights, f"{name}.post_attention_layernorm", spec)
         if spec.norm_after:
-            self.before_mlp = RMSNorm(ops, weights, f"{name}.pre_feedforward_layernorm", spec)
+            before_mlp = RMSNorm(ops, weights, f"{name}.pre_feedforward_layernorm", spec)
             self.after = after, RMSNorm(ops, weights, f"{name}.post_feedforward_layernorm", spec)
+        self.gate_up = NormLinear(before_mlp, Linear(ops, weights, f"{name}.mlp.gate_up_proj"), spec.activation)
+        self.down = Linear(ops, weights, f"{name}.mlp.down_proj")
 
-    def __call__(self, x: Tensor, residual: Tensor | None, batch: Batch, angles: Angles) -> tuple[Tensor, Tensor]:
-        """[T, H] and the residual stream it is to be added to → the same for the next layer."""
-        x, residual = self.before_attention(x, residual)
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, angles: Angles, last: bool
+    ) -> tuple[Tensor, Tensor]:
+        """[T, H] and the residual stream it is to be added to → the same for the next layer.
+
+        After the last layer's attention only the wanted rows go on: the others have left their keys and values.
+        """
+        x, residual = self.qkv(x, residual)
         x = self.attention(x, batch, angles)
+        if last:
+            x, residual = batch.wanted(x), batch.wanted(residual)
+        x = self.out(x)
         if self.after is not None:
             x, _ = self.after[0](x)
-        x, residual = self.before_mlp(x, residual)
-        x = self.down(self.ops.gated(self.gate_up(x), self.kind))
+        x, residual = self.gate_up(x, residual)
+        x = self.down(x)
         if self.after is not None:
             x, _ = self.after[1](x)
         return x, residual
@@ -75,7 +82,7 @@ class Decoder:
                 self.scorer = rows_of(head[[no, yes]], ops)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the hidden states [T, H] after the final norm."""
+        """Return the hidden states [R, H] of `batch.output_rows`, after the final norm."""
         x = self.ops.embedding(batch.input_ids, self.table)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
@@ -83,7 +90,8 @@ class Decoder:
         local = angles if self.rotary_local is self.rotary else self.rotary_local(batch.positions)
         residual: Tensor | None = None
         for layer in self.layers:
-            x, residual = layer(x, residual, batch, local if layer.attention.window is not None else angles)
+            turned = local if layer.attention.window is not None else angles
+            x, residual = layer(x, residual, batch, turned, last=layer is self.layers[-1])
         return self.norm(x, residual)[0]
 
     def logits(self, rows: Tensor) -> Tensor:

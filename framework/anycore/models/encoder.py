@@ -17,16 +17,20 @@ class Layer:
         name = f"encoder.layer.{index}"
         self.ops = ops
         self.kind = spec.activation
-        attention = f"{name}.attention"
-        self.attention = Attention(ops, weights, spec, index, f"{attention}.self.qkv", f"{attention}.output.dense")
-        self.attention_norm = LayerNorm(ops, weights, f"{attention}.output.LayerNorm", spec)
+        self.qkv = Linear(ops, weights, f"{name}.attention.self.qkv")
+        self.attention = Attention(ops, weights, spec, index, f"{name}.attention.self")
+        self.out = Linear(ops, weights, f"{name}.attention.output.dense")
+        self.attention_norm = LayerNorm(ops, weights, f"{name}.attention.output.LayerNorm", spec)
         self.up = Linear(ops, weights, f"{name}.intermediate.dense")
         self.down = Linear(ops, weights, f"{name}.output.dense")
         self.norm = LayerNorm(ops, weights, f"{name}.output.LayerNorm", spec)
 
-    def __call__(self, x: Tensor, batch: Batch) -> Tensor:
-        """[T, H] → [T, H]."""
-        x, _ = self.attention_norm(self.attention(x, batch), x)
+    def __call__(self, x: Tensor, batch: Batch, last: bool) -> Tensor:
+        """[T, H] → [T, H]; after the last layer's attention only the wanted rows go on."""
+        attended = self.attention(self.qkv(x), batch)
+        if last:
+            x, attended = batch.wanted(x), batch.wanted(attended)
+        x, _ = self.attention_norm(self.out(attended), x)
         return self.norm(self.down(self.ops.activation(self.up(x), self.kind)), x)[0]
 
 
@@ -47,13 +51,13 @@ class Encoder:
             self.scorer = Linear(ops, weights, "classifier.dense"), Linear(ops, weights, "classifier.out")
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the hidden states [T, H] of the last layer."""
+        """Return the last layer's hidden states [R, H] of `batch.output_rows`."""
         ops = self.ops
         types = self.types[0] if batch.token_types is None else ops.embedding(batch.token_types, self.types)
         x = ops.embedding(batch.input_ids, self.words) + types + ops.embedding(batch.positions, self.positions)
         x, _ = self.norm(x)
         for layer in self.layers:
-            x = layer(x, batch)
+            x = layer(x, batch, last=layer is self.layers[-1])
         return x
 
     def logits(self, rows: Tensor) -> Tensor:

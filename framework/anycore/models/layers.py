@@ -40,6 +40,19 @@ class RMSNorm:
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
 
+class NormLinear:
+    """A norm, the matrix behind it and perhaps a gate: what a half of a decoder's layer begins with."""
+
+    def __init__(self, norm: RMSNorm, linear: Linear, gate: str | None = None) -> None:
+        self.norm = norm
+        self.linear = linear
+        self.gate = gate
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        norm, linear = self.norm, self.linear
+        return norm.ops.norm_linear(x, residual, norm.weight, norm.eps, linear.handle, linear.bias, self.gate)
+
+
 class LayerNorm:
     """Returns (normed, x + residual)."""
 
@@ -54,31 +67,28 @@ class LayerNorm:
 
 
 class Attention:
-    """One fused projection to q, k and v, optional head norms and rotation, attention, and the way back."""
+    """What stands between the projection to q, k and v and the one back: head norms, rotation, attention."""
 
-    def __init__(self, ops: Ops, weights: Weights, spec: ModelSpec, index: int, qkv: str, out: str) -> None:
+    def __init__(self, ops: Ops, weights: Weights, spec: ModelSpec, index: int, scope: str) -> None:
         self.ops = ops
         self.index = index
         self.heads, self.kv_heads, self.head_dim = spec.heads, spec.kv_heads, spec.head_dim
         self.scale = spec.attention_scale or spec.head_dim**-0.5
         self.window = spec.windows[index] if spec.windows else None
         self.softcap = spec.softcap
-        self.qkv = Linear(ops, weights, qkv)
-        self.out = Linear(ops, weights, out)
         self.norms: HeadNorms | None = None
         if spec.qk_norm:
-            scope = qkv.rsplit(".", 1)[0]
             q_norm, k_norm = (RMSNorm(ops, weights, f"{scope}.{name}", spec) for name in ("q_norm", "k_norm"))
             self.norms = q_norm.weight, k_norm.weight, spec.norm_eps
 
-    def __call__(self, x: Tensor, batch: Batch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """[T, H] → [T, H]. `angles` are cos and sin [T, D/2]."""
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+    def __call__(self, qkv: Tensor, batch: Batch, angles: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """[T, (Hq + 2 Hkv) D] → [T, Hq D]. `angles` are cos and sin [T, D/2]."""
+        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         cache = None if batch.kv is None else batch.kv[self.index]
         attended = self.ops.self_attention(
             heads, self.heads, self.kv_heads, self.norms, angles, cache, batch, self.scale, self.window, self.softcap
         )
-        return self.out(attended.flatten(1))
+        return attended.flatten(1)
 
 
 class Dense:

@@ -55,7 +55,7 @@ class Echo(Backend):
                     output.samples.finite.fill_(False)
             if self.script.repeat and output.samples is not None:
                 ids = output.samples.ids
-                ids.copy_(batch.input_ids[batch.output_rows][: len(ids)])
+                ids.copy_(batch.wanted(batch.input_ids)[: len(ids)])
             return output
 
         return scripted
