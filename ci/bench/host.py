@@ -1,0 +1,178 @@
+"""Microseconds the host spends on a step, by phase: the real engine before a device that answers at once.
+
+    python ci/bench/host.py                     # 1, 64, 256 and 1,024 requests, steady and mixed, greedy and sampled
+    python ci/bench/host.py --running 256 --profile
+
+"steady" decodes the same requests all the time; "mixed" lets a new one in for each that ends. Medians over steps, so
+that another process on the machine counts little; means, in which the steps that cross a block boundary or admit a
+prompt count in full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from anycore.contract.backend import Backend, Memory, StepFn, StepOutput
+from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.declare import Task
+from anycore.contract.ops import Ops
+from anycore.contract.sizes import Limits
+from anycore.engine.blocks import BlockPool
+from anycore.engine.engine import Engine
+from anycore.engine.request import NewRequest, SamplingParams
+from anycore.engine.runner import Runner
+from anycore.engine.scheduler import Scheduler
+from anycore.models.spec import ModelSpec
+
+BLOCK, LENGTH, VOCAB, EOS = 16, 2048, 150_000, 149_999
+PHASES = ("schedule", "build", "launch", "commit")
+
+
+class Instant(Backend):
+    """A device that overlaps and samples ids drawn long ago; it computes nothing."""
+
+    name = "instant"
+    overlap = True
+
+    def __init__(self, most: int) -> None:
+        device = torch.device("cpu")
+        super().__init__(device, Memory(device), Ops())
+        self._ids = torch.randint(0, EOS, (most,), generator=torch.Generator().manual_seed(0))
+        self._finite = torch.ones(most, dtype=torch.bool)
+        self._rows = torch.zeros(most, 8)
+
+    def optimize(self, step: StepFn, limits: Limits) -> StepFn:
+        return self._answer
+
+    def _answer(self, batch: Batch, sampling: Sampling | None) -> StepOutput:
+        rows = 0 if sampling is None else len(sampling.temperature)
+        samples = Samples(self._ids[:rows], self._finite[:rows]) if rows else None
+        return StepOutput(self._rows[:rows], samples)
+
+
+class Stub:
+    """The part of a model that the runner reads."""
+
+    spec = ModelSpec(
+        architecture="Qwen2ForCausalLM", family="decoder", attention="causal", tasks=(Task.GENERATE,), hidden_size=8,
+        intermediate_size=8, layers=1, heads=1, kv_heads=1, head_dim=8, vocab_size=VOCAB, max_positions=LENGTH,
+        norm_eps=1e-6, activation="silu", eos_ids=(EOS,), head="lm",
+    )  # fmt: skip
+
+
+class Traffic:
+    """Keeps `running` requests going and steps them, with a clock on each phase."""
+
+    def __init__(self, running: int, temperature: float, mixed: bool) -> None:
+        blocks = 1 + running * (LENGTH // BLOCK)
+        limits = Limits(running, 8192, LENGTH, BLOCK, blocks)
+        runner = Runner(Stub(), Instant(running), Task.GENERATE, limits, [None])  # type: ignore[arg-type]
+        self.engine = Engine(runner, Scheduler(limits, BlockPool(blocks, BLOCK)), limits, max_queued=running, seed=1)
+        self.running, self.temperature, self.mixed = running, temperature, mixed
+        self.spent: dict[str, float] = defaultdict(float)
+        self._rng = random.Random(running)
+        self._count = 0
+        for _ in range(running):
+            self._add()
+        while self.engine.scheduler.waiting:
+            self.engine.step()
+        self._watch(self.engine.scheduler, "schedule", "schedule")
+        self._watch(runner.builder, "build", "build")
+        self._watch(runner.builder, "next_tokens", "build")
+        self._watch(runner, "launch", "launch")
+        self._watch(self.engine, "_commit", "commit")
+
+    def step(self) -> dict[str, float]:
+        """One step: the seconds of each phase, and of all of it. Arrivals are added before the clock starts."""
+        start = time.perf_counter()
+        deltas = self.engine.step()
+        total = time.perf_counter() - start
+        if self.mixed:
+            for delta in deltas:
+                if delta.finish is not None:
+                    self._add()
+        spent = {**dict.fromkeys(PHASES, 0.0), **self.spent}
+        spent["launch"] -= spent["build"]
+        self.spent.clear()
+        return {**spent, "step": total}
+
+    def _add(self) -> None:
+        """A prompt of 64 to 191 tokens; mixed, an output of 64 to 191 more."""
+        tokens = [self._rng.randrange(100, 140_000) for _ in range(self._rng.randrange(64, 192))]
+        output = self._rng.randrange(64, 192) if self.mixed else LENGTH - len(tokens)
+        sampling = SamplingParams(max_tokens=output, temperature=self.temperature)
+        self._count += 1
+        self.engine.add(NewRequest(id=f"cmpl-{self._count}", task=Task.GENERATE, token_ids=tokens, sampling=sampling))
+
+    def _watch(self, owner: Any, method: str, phase: str) -> None:
+        setattr(owner, method, partial(self._timed, getattr(owner, method), phase))
+
+    def _timed(self, work: Callable[..., Any], phase: str, *args: Any) -> Any:
+        start = time.perf_counter()
+        result = work(*args)
+        self.spent[phase] += time.perf_counter() - start
+        return result
+
+
+def measure(running: int, temperature: float, mixed: bool, steps: int) -> str:
+    traffic = Traffic(running, temperature, mixed)
+    for _ in range(32):
+        traffic.step()
+    gc.collect()
+    gc.freeze()  # as after an engine's warm-up
+    before = sum(stats["collected"] for stats in gc.get_stats())
+    timed = [traffic.step() for _ in range(steps)]
+    cycles = sum(stats["collected"] for stats in gc.get_stats()) - before
+    gc.unfreeze()
+
+    def microseconds(phase: str, summary: Callable[[list[float]], float]) -> str:
+        return f"{1e6 * summary([spent[phase] for spent in timed]):9.0f}"
+
+    figures = [microseconds(phase, statistics.median) for phase in PHASES]
+    figures += [microseconds("step", summary) for summary in (statistics.median, statistics.fmean)]
+    name = f"{'mixed' if mixed else 'steady'} {'sampled' if temperature else 'greedy'}"
+    return f"{running:6d} {name:15s}{''.join(figures)} {cycles:7d}"
+
+
+def profile(running: int, temperature: float, mixed: bool, steps: int) -> None:
+    import cProfile
+    import pstats
+
+    traffic = Traffic(running, temperature, mixed)
+    profiler = cProfile.Profile()
+    profiler.enable()
+    for _ in range(steps):
+        traffic.step()
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--profile", action="store_true", help="where the time goes, by function")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    heads = "".join(f"{phase:>9s}" for phase in (*PHASES, "step", "mean"))
+    print(f"{'running':>6s} {'traffic':14s}{heads}  cycles")
+    for running in options.running:
+        for mixed in (False, True):
+            for temperature in (0.0, 0.6):
+                if options.profile:
+                    profile(running, temperature, mixed, options.steps)
+                print(measure(running, temperature, mixed, options.steps), flush=True)
+
+
+if __name__ == "__main__":
+    main()
