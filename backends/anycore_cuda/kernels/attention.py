@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.launch import launch
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -159,7 +161,8 @@ def attend(
     block_d = triton.next_power_of_2(dim)
     keys, warps, stages = shape or shape_of(rows, block_d, q.element_size())
     paged = tables is not None
-    _attend[(len(tiles), kv_heads)](
+    launch(
+        _attend, (len(tiles), kv_heads),
         q, k, v, out, tiles, starts, lens, tables if tables is not None else lens,
         q.stride(0), q.stride(1), 0 if paged else k.stride(0), k.stride(1),
         tables.stride(0) if tables is not None else 0, k.shape[2] if paged else 1, k.stride(0) if paged else 0,

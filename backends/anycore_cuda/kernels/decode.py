@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.launch import launch
+
 MIN_ROWS = 16  # of a matrix product
 MAX_SPLITS = 16
 MIN_KEYS = 128
@@ -143,7 +145,8 @@ def decode(
         stats = q.new_empty(count * kv_heads * splits * rows * 2, dtype=torch.float32)
     keys, warps, stages = shape or shape_of(block_d, q.element_size())
     side, block, head, _, _ = cache.stride()
-    _decode[(count, kv_heads, splits)](
+    launch(
+        _decode, (count, kv_heads, splits),
         q, cache, out, partial, stats, counters, tables, lens,
         lens if starts is None else starts, lens if requests is None else requests,
         q.stride(0), q.stride(1), tables.stride(0), cache.shape[3], side, block, head,

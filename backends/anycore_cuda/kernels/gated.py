@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.launch import launch
+
 KINDS = ("silu", "gelu", "gelu_tanh", "relu")
 BLOCK = 1024
 
@@ -43,5 +45,5 @@ def gated(x: Tensor, kind: str) -> Tensor:
     out = x.new_empty(*x.shape[:-1], width)
     rows = out.numel() // width
     if rows:
-        _gated[(rows, triton.cdiv(width, BLOCK))](x, out, width, KIND=kind, BLOCK=BLOCK, num_warps=4)
+        launch(_gated, (rows, triton.cdiv(width, BLOCK)), x, out, width, KIND=kind, BLOCK=BLOCK, num_warps=4)
     return out

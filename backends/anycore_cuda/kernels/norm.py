@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.launch import launch
+
 
 @triton.jit
 def _norm(
@@ -54,7 +56,8 @@ def _launch(
     added = x if residual is None else residual.contiguous()
     block = triton.next_power_of_2(width)
     if rows:
-        _norm[(rows,)](
+        launch(
+            _norm, (rows,),
             x, added, weight, weight if bias is None else bias, out, total, width, eps,
             RESIDUAL=residual is not None, CENTRED=centred, BIAS=bias is not None, BLOCK=block,
             num_warps=min(16, max(1, block // 512)),

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.launch import launch
+
 TOKENS = 16
 FEW = 64
 """Up to so many rows each has programs of its own: nothing is short but time."""
@@ -101,7 +103,8 @@ def prepare_heads(
     cos, sin = angles if angles is not None else (qkv, qkv)
     q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
     side, block, head, _, _ = (0, 0, 0, 0, 0) if cache is None else cache.stride()
-    _prepare[(triton.cdiv(rows, tokens), count if cache is not None else heads + kv_heads)](
+    launch(
+        _prepare, (triton.cdiv(rows, tokens), count if cache is not None else heads + kv_heads),
         qkv, cos, sin, q_weight, k_weight, qkv if slots is None else slots, qkv if cache is None else cache,
         rows, qkv.stride(0), 1 if cache is None else cache.shape[3], side, block, head, eps,
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), TOKENS=tokens,
@@ -115,7 +118,8 @@ def store(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
     if rows == 0:
         return
     side, block, head, _, _ = cache.stride()
-    _store[(triton.cdiv(rows, TOKENS), heads)](
+    launch(
+        _store, (triton.cdiv(rows, TOKENS), heads),
         k, v, slots, cache, rows, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cache.shape[3], side, block, head,
         DIM=dim, BLOCK=triton.next_power_of_2(dim), TOKENS=TOKENS, num_warps=2,

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anycore.contract.sampling import GREEDY_BELOW
+from anycore_cuda.kernels.launch import launch
 
 CHUNK = 4096
 WIDE = 8192
@@ -203,10 +204,12 @@ def choose(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tenso
     place = logits.new_empty(rows, chunks, dtype=torch.int32)
     ids, finite = _outputs(logits)
     stride = logits.stride(0)
-    _chunks[(rows, chunks)](
-        logits, temperature, best, total, place, stride, vocab, GREEDY_BELOW, CHUNK=CHUNK, num_warps=8
-    )
-    _choose[(rows,)](
+    launch(
+        _chunks, (rows, chunks),
+        logits, temperature, best, total, place, stride, vocab, GREEDY_BELOW, CHUNK=CHUNK, num_warps=8,
+    )  # fmt: skip
+    launch(
+        _choose, (rows,),
         logits, temperature, uniforms, best, total, place, ids, finite, stride, vocab, chunks, GREEDY_BELOW,
         CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
     )  # fmt: skip
@@ -225,7 +228,8 @@ def choose_filtered(
     rows, vocab = logits.shape
     ids, finite = _outputs(logits)
     off = temperature
-    _filtered[(rows,)](
+    launch(
+        _filtered, (rows,),
         logits, temperature, uniforms,
         off if top_k is None else top_k, off if top_p is None else top_p, off if min_p is None else min_p,
         ids, finite, logits.stride(0), vocab, GREEDY_BELOW,
