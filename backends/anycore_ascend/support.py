@@ -1,0 +1,77 @@
+"""What the Ascend backend can do, as data. Imports no torch: `anycore matrix` reads it in milliseconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from anycore.contract.declare import BackendSpec, Level, Support, Task
+from anycore_ascend.probe import probe
+
+if TYPE_CHECKING:
+    from anycore.contract.backend import Backend
+
+ALL_TASKS = (Task.GENERATE, Task.EMBED, Task.RERANK)
+POOLED = (Task.EMBED, Task.RERANK)
+CHIPS = ("910B", "910C")  # Atlas A2 and A3
+HEAD_DIMS = (128, 64, 16, 32, 80, 96, 112)  # below 64 or 128 the cache holds zeros up to it
+BLOCK_SIZES = (128,)  # others are slower, refused, or wrong without a word, depending on CANN and chip
+PAGED = ("chunked_prefill", "prefix_caching", "sliding_window", "logprobs", "token_types")
+
+ONLY_FLOAT16 = "Atlas 300 (310P) has no bfloat16, turns overflow into 65504 and NaN into 0, and lacks these operators"
+NOT_TRIED = "Ascend 950 takes other kernels behind the same names; nobody has checked them yet"
+TOO_OLD = "Ascend 910 of the first generation lacks the attention operator that this backend is built on"
+
+SUPPORT = (
+    Support(
+        tasks=ALL_TASKS,
+        attention="causal",
+        weights=("bfloat16", "float16"),
+        level=Level.NATIVE,
+        head_dims=HEAD_DIMS,
+        block_sizes=BLOCK_SIZES,
+        features=PAGED,
+        chips=CHIPS,
+    ),
+    Support(
+        tasks=ALL_TASKS,
+        attention="causal",
+        weights=("bfloat16", "float16", "float32"),
+        level=Level.REFERENCE,
+        block_sizes=BLOCK_SIZES,
+        features=(*PAGED, "softcap"),
+        chips=CHIPS,
+        note="float32, soft caps and other head sizes: attention in plain torch on the device, no graphs",
+    ),
+    Support(
+        tasks=POOLED,
+        attention="bidirectional",
+        weights=("bfloat16", "float16", "float32"),
+        level=Level.NATIVE,
+        block_sizes=BLOCK_SIZES,
+        features=("sliding_window", "softcap", "token_types"),
+        chips=CHIPS,
+    ),
+    *(
+        Support(tasks, attention, ("bfloat16", "float16", "float32"), Level.UNSUPPORTED, chips=(chip,), note=note)
+        for chip, note in (("310P", ONLY_FLOAT16), ("950", NOT_TRIED), ("910", TOO_OLD))
+        for tasks, attention in ((ALL_TASKS, "causal"), (POOLED, "bidirectional"))
+    ),
+)
+
+
+def open_device(index: int) -> Backend:
+    """Open one NPU; torch and torch_npu are imported here, not before."""
+    from anycore_ascend.backend import AscendBackend
+
+    return AscendBackend(index)
+
+
+SPEC = BackendSpec(
+    name="ascend",
+    api=(1, 0),
+    support=SUPPORT,
+    probe=probe,
+    open=open_device,
+    priority=90,
+    batched_tokens=4096,
+)
