@@ -21,15 +21,17 @@ VENDOR_EXCEPTIONS = {"contract/backend.py": {"nccl", "hccl"}}  # a doc comment: 
 
 # What each room may import of the core; a room may always import itself. Lone files are rooms of their own.
 CLI, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT = "cli", "server", "llm", "text", "engine", "models", "contract"
+BENCH = "bench"
 COMMON = {"errors", "config", "__init__"}
 LOADING = {"plugins", "choose", "guard", "capabilities"}
 ALLOWED = {
-    CLI: {SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
+    CLI: {BENCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     SERVER: {TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     LLM: {TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     ENGINE: {MODELS, CONTRACT, *COMMON, *LOADING},
     MODELS: {CONTRACT, *COMMON},
     CONTRACT: {"errors"},
+    BENCH: {"errors"},
     TEXT: {"models.spec", "models.source", "models.gguf", "engine.request", *COMMON},
     "plugins": {"hookspecs", "guard", CONTRACT, *COMMON},
     "choose": {"guard", CONTRACT, *COMMON},
@@ -54,7 +56,7 @@ FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec"}  # 
 # Modules that must answer without torch, directly and through what they import at their top level.
 LIGHT = ("contract.declare", "config", "errors", "guard", "choose", "plugins", "capabilities", "models.spec",
          "models.source", "models.catalog", "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.doctor",
-         "cli.serve", "server.run")  # fmt: skip
+         "cli.serve", "cli.bench_serve", "server.run")  # fmt: skip
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "uvicorn"}
 
 

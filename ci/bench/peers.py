@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anycore.cli.bench import Numbers, emit, medians, peak_rss_mib, timed
+from anycore.cli.bench_offline import Numbers, emit, medians, peak_rss_mib, timed
 from anycore.cli.workloads import GENERATIONS, SHORT_TOKENS, TEXT_TOKENS, Ids, corpus, texts
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")

@@ -38,7 +38,7 @@ def test_serve_reads_its_flags_without_torch() -> None:
 
 def test_every_command_has_a_module_help_and_a_line_in_the_overview() -> None:
     for name in COMMANDS.keys() - {"version"}:
-        module = import_module(f"anycore.cli.{name}")
+        module = import_module(f"anycore.cli.{name.replace(' ', '_')}")
         assert module.__doc__
         assert callable(module.run)
         text = parser_of(name).format_help()

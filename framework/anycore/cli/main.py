@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from anycore import __version__
 from anycore.cli.flags import Parser, nearest
@@ -22,10 +23,12 @@ COMMANDS = {
     "rerank": "order documents by relevance to a query, once, from the shell",
     "matrix": "show what every backend supports, and why others are absent",
     "doctor": "show versions, devices, failed plugins and the environment",
-    "bench": "measure speed",
+    "bench offline": "measure a model in this process, without HTTP",
+    "bench serve": "put a running server under load",
     "version": "print the version",
 }
-"""Sub-commands and what they do. Each lives in a module of its name with `add_arguments(parser)` and `run(options)`."""
+"""Sub-commands and what they do. Each lives in a module of its name with `add_arguments(parser)` and `run(options)`;
+a name of two words joins them with an underscore."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +64,8 @@ def dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(overview())
         return 0 if words else 2
-    name, rest = words[0], words[1:]
+    length = 2 if " ".join(words[:2]) in COMMANDS else 1
+    name, rest = " ".join(words[:length]), words[length:]
     if name in ("-V", "--version", "version"):
         print(f"anycore {__version__}")
         return 0
@@ -71,16 +75,20 @@ def dispatch(words: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    module = import_module(f"anycore.cli.{name}")
+    module = module_of(name)
     options = parser_of(name).read(rest)
     start_log(options)
     code: int = module.run(options)
     return code
 
 
+def module_of(name: str) -> ModuleType:
+    return import_module(f"anycore.cli.{name.replace(' ', '_')}")
+
+
 def parser_of(name: str) -> Parser:
     """Build the parser of one sub-command."""
-    module = import_module(f"anycore.cli.{name}")
+    module = module_of(name)
     parser = Parser(prog=f"anycore {name}", description=module.__doc__)
     module.add_arguments(parser)
     parser.shorten_usage()
@@ -90,7 +98,7 @@ def parser_of(name: str) -> Parser:
 def overview() -> str:
     """Return the text of `anycore --help`."""
     lines = ["One inference core on any hardware: generate, embed and rerank.", "", "usage: anycore COMMAND ...", ""]
-    lines += [f"  {name:10}{summary}" for name, summary in COMMANDS.items()]
+    lines += [f"  {name:15}{summary}" for name, summary in COMMANDS.items()]
     return "\n".join([*lines, "", "anycore COMMAND --help tells more. Start with: anycore serve demo"])
 
 

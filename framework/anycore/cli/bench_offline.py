@@ -28,7 +28,6 @@ Numbers = dict[str, float]
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("mode", metavar="MODE", choices=("offline",), help="offline: in this process, without HTTP")
     parser.add_argument("model", metavar="MODEL", help="folder, GGUF file, hub id, modelscope:ID or pkg:NAME")
     parser.add_argument("--workload", default="G1", metavar="NAMES", help=f"comma-separated: {', '.join(TASKS)}")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="measured runs of each workload (default: 3)")
