@@ -266,7 +266,7 @@ def test_m09_the_queue_is_bounded_and_counts_sequences(t_lm: Path) -> None:
 
 def test_deadlines_end_waiting_and_running_requests(t_lm: Path) -> None:
     made = engine(t_lm, max_num_seqs=1)
-    now = [0.0]
+    now = [1.0]  # 0 means not reached
     made._clock = lambda: now[0]
     made.add(request("running", [5, 6], deadline=5.0, max_tokens=100))
     made.add(request("waiting", [5, 6], deadline=3.0, max_tokens=100))

@@ -12,7 +12,7 @@ from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch, Samples
 from anycore.contract.sizes import Limits
 from anycore.engine.request import Request
-from anycore.engine.scheduler import Entry
+from anycore.engine.scheduler import Step
 from anycore.engine.tables import BlockTables
 from anycore.models.spec import ModelSpec
 
@@ -31,42 +31,50 @@ class BatchBuilder:
         self.kv = kv
         self.tables = BlockTables(limits)
         self._samples: Samples | None = None
-        self._places: dict[int, int] = {}  # id(request) -> its row in the samples
         self._starts = np.zeros(0, dtype=np.int64)  # first position of each entry of the last batch
         self._rows: list[int] = []  # their rows in the tables
         self._lens: list[int] = []
+        self._shared: int | None = None  # tokens that all share; None: not looked for since the batch has changed
 
     def remember(self, requests: list[Request], samples: Samples | None) -> None:
         """Take note of what the step just launched has sampled."""
         self._samples = samples
-        self._places = {id(request): row for row, request in enumerate(requests)} if samples is not None else {}
+        for row, request in enumerate(requests):
+            request.place = row
 
-    def build(self, entries: list[Entry], output_rows: list[int]) -> Batch:
-        """Any step."""
+    def build(self, step: Step, output_rows: list[int]) -> Batch:
+        """Any step.
+
+        A token that the host has not seen is a request's last, and was sampled by the step just before.
+        """
         ids: list[int] = []
         unseen: list[int] = []  # rows whose token only the device has seen
         places: list[int] = []  # their places in the last samples
-        for entry in entries:
-            request, start, rows = entry.request, entry.start, entry.rows
-            tokens = request.tokens
-            if start + rows <= len(tokens):
-                ids += tokens[start : start + rows]
-                continue
-            ids += tokens[start : start + rows - 1]
-            unseen.append(len(ids))
-            places.append(self._places[id(request)])
-            ids.append(0)
-        lens = np.array([entry.rows for entry in entries], dtype=np.int64)
-        starts = np.array([entry.start for entry in entries], dtype=np.int64)
+        for request, position in zip(step.decodes, step.positions, strict=True):
+            if position < len(request.tokens):
+                ids.append(request.tokens[position])
+            else:
+                unseen.append(len(ids))
+                places.append(request.place)
+                ids.append(0)
+        for chunk in step.chunks:
+            ids += chunk.request.tokens[chunk.start : chunk.start + chunk.rows]
+            if chunk.start + chunk.rows > len(chunk.request.tokens):
+                unseen.append(len(ids))
+                places.append(chunk.request.place)
+                ids.append(0)
+        requests = step.decodes + [chunk.request for chunk in step.chunks]
+        lens = np.array([1] * len(step.decodes) + [chunk.rows for chunk in step.chunks], dtype=np.int64)
+        starts = np.array(step.positions + [chunk.start for chunk in step.chunks], dtype=np.int64)
         ends = np.cumsum(lens)
-        owner = np.repeat(np.arange(len(entries)), lens)
+        owner = np.repeat(np.arange(len(requests)), lens)
         positions = np.arange(ends[-1]) + (starts - (ends - lens))[owner]
         arrays = [np.array(part, dtype=np.int64) for part in (ids, output_rows, unseen, places)]
         if self.spec.token_type_count:
-            types = [t for entry in entries for t in entry.request.new.token_types or [0] * entry.rows]
+            types = [t for chunk in step.chunks for t in chunk.request.new.token_types or [0] * chunk.rows]
             arrays.append(np.array(types, dtype=np.int64))
-        self._rows = self.tables.rows([entry.request for entry in entries]) if self.kv is not None else []
-        self._starts, self._lens = starts, lens.tolist()
+        self._rows = self.tables.rows(requests) if self.kv is not None else []
+        self._starts, self._lens, self._shared = starts, lens.tolist(), None
         batch, sent = self._send(positions, owner, lens, arrays)
         batch.input_ids = sent[0]
         if output_rows != list(range(len(ids))):
@@ -114,4 +122,8 @@ class BatchBuilder:
         if self.kv is not None:
             batch.block_tables, batch.slots = sent[3], sent[4]
             batch.kv, batch.block_size = self.kv, self.limits.block_size
+            if len(positions) == len(lens):
+                if self._shared is None:
+                    self._shared = self.tables.shared(self._rows, int(self._starts.min()))
+                batch.shared_tokens = self._shared
         return batch, sent[len(arrays) :]

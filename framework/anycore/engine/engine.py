@@ -24,7 +24,7 @@ from anycore.engine.request import (
     Stats,
     Status,
 )
-from anycore.engine.runner import Launched, Result, Runner
+from anycore.engine.runner import Launched, Results, Runner, Vector
 from anycore.engine.sampler import MASK, mixed
 from anycore.engine.scheduler import Scheduler
 from anycore.errors import (
@@ -126,12 +126,12 @@ class Engine:
         self._expire()
         deltas, self._early = self._early, []
         step = self.scheduler.schedule()
-        launched = self.runner.launch(step) if step.entries else None
+        launched = self.runner.launch(step) if step.rows else None
         if launched is not None:
             self._stats.steps += 1
             now = self._clock()
-            for entry in launched.step.entries:
-                timing = entry.request.timing
+            for chunk in step.chunks:  # where a request's first rows are
+                timing = chunk.request.timing
                 timing.started = timing.started or now
         if self.runner.backend.overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -212,6 +212,8 @@ class Engine:
         request.deadline = now + min(seconds) if seconds else math.inf
         if new.sampling is not None:
             request.eos_ids = frozenset(self.spec.eos_ids)
+            request.stop_ids = request.eos_ids if not new.sampling.ignore_eos else frozenset()
+            request.stop_ids |= frozenset(new.sampling.stop_token_ids)
             request.seed = self._seed_of(new.sampling)
             request.needs_host = bool(new.sampling.bad_words_ids)
         return request
@@ -226,66 +228,77 @@ class Engine:
     # --- results ------------------------------------------------------------------------------------------------
 
     def _commit(self, launched: Launched) -> list[Delta]:
+        """Take a step's results. Rows of requests that ended while it was under way are cut."""
         results = self.runner.collect(launched)
-        deltas = []
-        for entry in launched.step.entries:
-            request = entry.request
-            if request.status is Status.FINISHED:
-                continue  # ended while this step was under way: its row is cut
-            result = results[id(request)]
-            if result.prompt_scores:
-                del request.prompt_scores[result.prompt_start :]
-                request.prompt_scores += result.prompt_scores
-            if not entry.last:
-                continue
-            if not result.finite:
-                deltas += self._fail(request, NonFiniteOutput("the model's output holds NaN or infinity"))
-            elif request.is_pooled:
-                deltas.append(self._pooled(request, result))
-            else:
-                deltas.append(self._generated(request, result))
+        for request, start, scores in results.prompt:
+            del request.prompt_scores[start:]
+            request.prompt_scores += scores
+        deltas = self._generated(results)
+        for request, vector, finite in results.pooled:
+            if request.status is not Status.FINISHED:
+                deltas.append(self._pooled(request, vector) if finite else self._fail(request, _not_finite()))
         return deltas
 
-    def _generated(self, request: Request, result: Result) -> Delta:
-        """Append the sampled token and say whether it was the last."""
+    def _generated(self, results: Results) -> list[Delta]:
+        """Append the sampled tokens and say which were the last."""
+        deltas: list[Delta] = []
+        for row, (request, token) in enumerate(zip(results.sampled, results.tokens, strict=True)):
+            if request.status is Status.FINISHED:
+                continue
+            if not results.finite[row]:
+                deltas.append(self._fail(request, _not_finite()))
+                continue
+            delta = Delta(id=request.id, index=request.index)
+            deltas.append(delta)
+            if len(request.tokens) == request.num_prompt and self._is_all(request, delta):
+                continue
+            self.scheduler.commit(request, token)
+            self._stats.output_tokens += 1
+            delta.token_ids = [token]
+            if results.logprobs is not None and (logprob := results.logprobs[row]) is not None:
+                delta.logprobs = [logprob]
+            if token in request.stop_ids and self._stops(request, delta, token):
+                continue
+            if len(request.tokens) >= request.max_total:
+                self._finish(request, delta, FinishReason.LENGTH)
+        return deltas
+
+    def _is_all(self, request: Request, delta: Delta) -> bool:
+        """Say what is known once a prompt is computed; return whether the request ends with it, wanting no token."""
         params = request.new.sampling
         assert params is not None
-        assert result.token is not None
-        token, tokens = result.token, request.tokens
-        delta = Delta(id=request.id, index=request.index)
-        if len(tokens) == request.num_prompt:
-            delta.cached_tokens = request.cached
-            delta.queue_seconds = request.timing.started - request.timing.arrived
-            if params.prompt_logprobs is not None and request.index == 0:
+        delta.cached_tokens = request.cached
+        delta.queue_seconds = request.timing.started - request.timing.arrived
+        if request.index == 0:
+            self._stats.prompt_tokens += request.num_prompt
+            self._stats.cached_tokens += request.cached
+            if params.prompt_logprobs is not None:
                 delta.prompt_logprobs = [None, *request.prompt_scores]
-            if request.index == 0:
-                self._stats.prompt_tokens += request.num_prompt
-                self._stats.cached_tokens += request.cached
-        if params.max_tokens == 0:
-            request.num_pending -= 1
-            return self._finish(request, delta, FinishReason.LENGTH)
-        self.scheduler.commit(request, token)
-        self._stats.output_tokens += 1
-        delta.token_ids = [token]
-        if result.logprob is not None:
-            delta.logprobs = [result.logprob]
-        ends = token in request.eos_ids and not params.ignore_eos
-        if (ends or token in params.stop_token_ids) and len(tokens) - request.num_prompt > params.min_tokens:
-            delta.stop_reason = None if ends else token
-            return self._finish(request, delta, FinishReason.STOP)
-        if len(tokens) >= request.max_total:
-            return self._finish(request, delta, FinishReason.LENGTH)
-        return delta
+        if params.max_tokens != 0:
+            return False
+        request.num_pending -= 1
+        self._finish(request, delta, FinishReason.LENGTH)
+        return True
 
-    def _pooled(self, request: Request, result: Result) -> Delta:
-        assert result.vector is not None
+    def _stops(self, request: Request, delta: Delta, token: int) -> bool:
+        """End a request at a stop id, unless it must go on."""
+        params = request.new.sampling
+        assert params is not None
+        if len(request.tokens) - request.num_prompt <= params.min_tokens:
+            return False
+        is_eos = token in request.eos_ids and not params.ignore_eos
+        delta.stop_reason = None if is_eos else token
+        self._finish(request, delta, FinishReason.STOP)
+        return True
+
+    def _pooled(self, request: Request, vector: Vector) -> Delta:
         params = request.new.pooling or PoolingParams()
         queued = request.timing.started - request.timing.arrived
         delta = Delta(id=request.id, cached_tokens=request.cached, queue_seconds=queued)
         if self.task is Task.RERANK and self.spec.score is not None and self.spec.score.kind != "cosine":
-            delta.scores = finish_scores(result.vector, self.spec, params)
+            delta.scores = finish_scores(vector, self.spec, params)
         else:
-            delta.vector = finish_vector(result.vector, self.spec, params).tobytes()
+            delta.vector = finish_vector(vector, self.spec, params).tobytes()
         self._stats.prompt_tokens += request.num_prompt
         self._stats.cached_tokens += request.cached
         return self._finish(request, delta, FinishReason.STOP)
@@ -304,11 +317,11 @@ class Engine:
         else:
             del self._requests[request.id]
 
-    def _fail(self, request: Request, error: AnycoreError) -> list[Delta]:
+    def _fail(self, request: Request, error: AnycoreError) -> Delta:
         """End one sequence with an error; its neighbours go on."""
         self._stats.failed += 1
         delta = Delta(id=request.id, index=request.index, error=error.message, error_code=error.code)
-        return [self._finish(request, delta, FinishReason.ERROR)]
+        return self._finish(request, delta, FinishReason.ERROR)
 
     def _expire(self) -> None:
         """End requests whose deadline has passed, waiting or running."""
@@ -319,9 +332,13 @@ class Engine:
         for request in late:
             waited = now - request.timing.arrived
             where = "in the queue" if not request.timing.started else "while running"
-            self._early += self._fail(request, DeadlineExceeded(f"given up after {waited:.1f} s {where}"))
+            self._early.append(self._fail(request, DeadlineExceeded(f"given up after {waited:.1f} s {where}")))
         left = (r.deadline for sequences in self._requests.values() for r in sequences)
         self._next_deadline = min(left, default=math.inf)
+
+
+def _not_finite() -> NonFiniteOutput:
+    return NonFiniteOutput("the model's output holds NaN or infinity")
 
 
 def _sequences(new: NewRequest) -> int:

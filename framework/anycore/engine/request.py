@@ -230,10 +230,14 @@ class Request:
         "preemptions",
         "prefilled",
         "prompt_scores",
+        "place",
         "published",
+        "quiet_until",
         "sampler",
+        "seat",
         "seed",
         "status",
+        "stop_ids",
         "timing",
         "tokens",
     )
@@ -250,9 +254,12 @@ class Request:
         self.num_computed = 0  # rows handed to the device so far
         self.num_pending = 0  # sampled on the device, not yet seen by the host: 0 or 1
         self.prefilled = False  # the whole prompt has been handed to the device once
+        self.place = 0  # its row in the samples of the last step that sampled it
         # Its place in the queues.
         self.key: tuple[float, ...] = ()  # rank under the policy; smaller runs first
         self.status = Status.WAITING
+        self.seat = -1  # while it runs: its row in tables of `max_num_seqs` rows
+        self.quiet_until = 0  # computed tokens up to which it decodes one by one and the scheduler has nothing to do
         self.leader: Request | None = None  # sequence 0, while this one waits to share its prompt's blocks
         self.preemptions = 0
         self.deadline = math.inf
@@ -265,6 +272,7 @@ class Request:
         # What is done with its last hidden state.
         self.is_pooled = new.task is not Task.GENERATE
         self.eos_ids: frozenset[int] = frozenset()
+        self.stop_ids: frozenset[int] = frozenset()  # tokens that end it, once it has min_tokens
         self.seed = 0
         self.needs_host = False  # its next token can only be chosen once the host has seen the last one
         self.may_share = not (new.sampling is not None and new.sampling.prompt_logprobs is not None)

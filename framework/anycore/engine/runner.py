@@ -6,7 +6,6 @@ takes its id from the samples of the step before, on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -26,8 +25,7 @@ from anycore.engine.scheduler import Entry, Step
 from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
 
-PLAIN_SAMPLES = 2
-"""Tensors of samples without log-probabilities: ids and whether they are finite."""
+Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 LOGIT_ROWS = 64
 """Prompt log-probabilities are taken this many rows at a time, so that [rows, V] tables stay small."""
@@ -66,15 +64,15 @@ class Launched:
 
 
 @dataclass(slots=True)
-class Result:
-    """What a step brought for one request."""
+class Results:
+    """What a step brought. Lists over sampled requests are in the order of `Wanted.sampled`, others name the request."""
 
-    token: int | None = None
-    logprob: TokenLogprob | None = None
-    prompt_start: int = 0  # position of the row behind the first of `prompt_scores`
-    prompt_scores: Sequence[TokenLogprob] = ()
-    vector: np.ndarray[Any, np.dtype[np.float32]] | None = None  # pooled, or the labels' logits
-    finite: bool = True
+    sampled: list[Request] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob | None] | None = None  # None: nobody asked
+    prompt: list[tuple[Request, int, list[TokenLogprob]]] = field(default_factory=list)  # from the row at a position on
+    pooled: list[tuple[Request, Vector, bool]] = field(default_factory=list)  # vector or labels' logits, all finite
 
 
 class Runner:
@@ -86,7 +84,7 @@ class Runner:
         self.task = task
         self.limits = limits
         self.kv = kv
-        self.sampler = Sampler(model.spec.vocab_size, backend.device, backend.memory)
+        self.sampler = Sampler(model.spec.vocab_size, backend.device, backend.memory, backend.ops.draw_dtype)
         self.builder = BatchBuilder(model.spec, backend.memory, limits, kv)
         self._rows = wanted_rows(model.spec, task)
         self._step = backend.optimize(self._run, limits)
@@ -96,12 +94,12 @@ class Runner:
     def launch(self, step: Step) -> Launched:
         """Build the batch and hand it to the device."""
         before = self._before
-        if before is not None and before.only_sampled and before.sampled == [entry.request for entry in step.entries]:
+        if before is not None and before.only_sampled and not step.chunks and before.sampled == step.decodes:
             wanted = before  # each goes on with the token just sampled
             batch = self.builder.next_tokens(wanted.sampled)
         else:
             wanted = self._wanted(step)
-            batch = self.builder.build(step.entries, wanted.rows)
+            batch = self.builder.build(step, wanted.rows)
         batch.plan = self.backend.ops.plan(batch)
         sampling = self.sampler.prepare(wanted.sampled) if wanted.sampled else None
         output = self._step(batch, sampling)
@@ -116,26 +114,23 @@ class Runner:
         return Launched(step, wanted, output, self.backend.memory.download(leaving))
 
     @torch.inference_mode()
-    def collect(self, launched: Launched) -> dict[int, Result]:
-        """Wait for a step and return its results by `id(request)`."""
-        arrived = launched.arrive()
-        if launched.wanted.only_sampled and len(arrived) == PLAIN_SAMPLES:
-            ids, finite = arrived[0].tolist(), arrived[1].tolist()
-            sampled = zip(launched.wanted.sampled, ids, finite, strict=True)
-            return {id(request): Result(token, finite=fine) for request, token, fine in sampled}
-        results = {id(entry.request): Result() for entry in launched.step.entries}
-        if launched.output.samples is not None:
-            self._collect_samples(
-                launched.wanted.sampled, Samples(*arrived[: len(arrived) - bool(launched.wanted.pooled)]), results
-            )
-        if launched.wanted.prompt:
-            self._collect_prompt(launched, results)
-        if launched.wanted.pooled:
+    def collect(self, launched: Launched) -> Results:
+        """Wait for a step and return its results."""
+        arrived, wanted = launched.arrive(), launched.wanted
+        results = Results()
+        if wanted.sampled:
+            samples = Samples(*arrived[: len(arrived) - bool(wanted.pooled)])
+            results.sampled = wanted.sampled
+            results.tokens, results.finite = samples.ids.tolist(), samples.finite.tolist()
+            if samples.logprobs is not None:
+                results.logprobs = _logprobs(wanted.sampled, samples)
+        if wanted.prompt:
+            results.prompt = self._prompt_scores(launched)
+        if wanted.pooled:
             vectors = arrived[-1].numpy()
             finite = np.isfinite(vectors).all(axis=1).tolist()
-            for (request, _), vector, fine in zip(launched.wanted.pooled, vectors, finite, strict=True):
-                results[id(request)].vector = vector
-                results[id(request)].finite = fine
+            owners = [request for request, _ in wanted.pooled]
+            results.pooled = list(zip(owners, vectors, finite, strict=True))
         return results
 
     def _run(self, batch: Batch, sampling: Sampling | None) -> StepOutput:
@@ -150,10 +145,10 @@ class Runner:
 
     def _wanted(self, step: Step) -> Wanted:
         """Which rows' hidden states are needed, and for what."""
-        wanted = Wanted()
+        at = len(step.decodes)
+        wanted = Wanted(rows=list(range(at)), sampled=list(step.decodes))
         further: list[int] = []
-        at = 0
-        for entry in step.entries:
+        for entry in step.chunks:
             request, end = entry.request, at + entry.rows
             if request.is_pooled:
                 if entry.last:
@@ -170,7 +165,7 @@ class Runner:
                     wanted.prompt.append((request, entry.start, scored))
             at = end
         wanted.rows += further
-        wanted.only_sampled = len(wanted.rows) == len(wanted.sampled) == len(step.entries)
+        wanted.only_sampled = len(wanted.rows) == len(wanted.sampled) == len(step.decodes) + len(step.chunks)
         return wanted
 
     def _scored_rows(self, entry: Entry) -> int:
@@ -185,31 +180,17 @@ class Runner:
 
     # --- collecting ---------------------------------------------------------------------------------------------
 
-    def _collect_samples(self, requests: list[Request], samples: Samples, results: dict[int, Result]) -> None:
-        ids, finite = samples.ids.tolist(), samples.finite.tolist()
-        for request, token, fine in zip(requests, ids, finite, strict=True):
-            results[id(request)].token = token
-            results[id(request)].finite = fine
-        if samples.logprobs is None or samples.ranks is None:
-            return
-        tops = _tops(samples.top_ids, samples.top_logprobs, len(requests))
-        rows = zip(requests, ids, samples.logprobs.tolist(), samples.ranks.tolist(), tops, strict=True)
-        for request, token, logprob, rank, top in rows:
-            params = request.new.sampling
-            if params is not None and params.logprobs is not None:
-                results[id(request)].logprob = TokenLogprob(token, logprob, rank, top[: params.logprobs])
-
-    def _collect_prompt(self, launched: Launched, results: dict[int, Result]) -> None:
+    def _prompt_scores(self, launched: Launched) -> list[tuple[Request, int, list[TokenLogprob]]]:
+        found = []
         at = len(launched.wanted.sampled)
         for request, start, count in launched.wanted.prompt:
             assert request.new.sampling is not None
             assert request.new.sampling.prompt_logprobs is not None
             targets = request.tokens[start + 1 : start + 1 + count]
             hidden = launched.output.rows[at : at + count]
-            scores = self._score_prompt(hidden, targets, request.new.sampling.prompt_logprobs)
-            results[id(request)].prompt_start = start
-            results[id(request)].prompt_scores = scores
+            found.append((request, start, self._score_prompt(hidden, targets, request.new.sampling.prompt_logprobs)))
             at += count
+        return found
 
     def _score_prompt(self, hidden: Tensor, targets: list[int], alternatives: int) -> list[TokenLogprob]:
         """Log-probability of each target token given the hidden row before it."""
@@ -236,6 +217,19 @@ def _tensors(samples: Samples) -> list[Tensor]:
     """The tensors that are there, in the order of the fields: later ones are there only if earlier ones are."""
     found = (getattr(samples, field.name) for field in fields(samples))
     return [tensor for tensor in found if tensor is not None]
+
+
+def _logprobs(requests: list[Request], samples: Samples) -> list[TokenLogprob | None]:
+    """One a request; None for those that did not ask."""
+    assert samples.logprobs is not None
+    assert samples.ranks is not None
+    tops = _tops(samples.top_ids, samples.top_logprobs, len(requests))
+    rows = zip(requests, samples.ids.tolist(), samples.logprobs.tolist(), samples.ranks.tolist(), tops, strict=True)
+    found: list[TokenLogprob | None] = []
+    for request, token, logprob, rank, top in rows:
+        asked = request.new.sampling.logprobs if request.new.sampling is not None else None
+        found.append(None if asked is None else TokenLogprob(token, logprob, rank, top[:asked]))
+    return found
 
 
 def _tops(ids: Tensor | None, logprobs: Tensor | None, rows: int) -> list[list[tuple[int, float]]]:

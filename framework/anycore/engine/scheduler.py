@@ -46,13 +46,23 @@ class Entry:
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass: its entries in packing order."""
+    """One forward pass. Packed are first one row of each request in `decodes`, then the rows of `chunks`.
 
-    entries: list[Entry] = field(default_factory=list)
+    Decodes are most of what runs, so they are no objects of their own.
+    """
+
+    decodes: list[Request] = field(default_factory=list)  # prompt computed: each goes on with its last token
+    positions: list[int] = field(default_factory=list)  # of those tokens
+    chunks: list[Entry] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
-        return sum(entry.rows for entry in self.entries)
+        return len(self.decodes) + sum(chunk.rows for chunk in self.chunks)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that is computed, in packing order."""
+        return [Entry(r, p, 1, True) for r, p in zip(self.decodes, self.positions, strict=True)] + self.chunks
 
 
 class Scheduler:
@@ -65,6 +75,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # sorted by key
         self.running: list[Request] = []  # sorted by key
         self.preemptions = 0
+        self._seats = list(range(limits.max_num_seqs))
         # Blocks kept free when a new request is admitted, so that running ones can grow a little before preempting.
         self._watermark = max(1, pool.size // 100) if pool else 0
 
@@ -77,7 +88,9 @@ class Scheduler:
         """Take a request out, finished or aborted, and free its blocks."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self._free(request)
+            if self.pool is not None:
+                self._publish(request)
+                self._free(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status = Status.FINISHED
@@ -90,8 +103,8 @@ class Scheduler:
         budget, preempted = self._schedule_running(step)
         if not preempted:
             self._admit(step, budget)
-        for entry in step.entries:
-            self._advance(entry)
+        for chunk in step.chunks:
+            self._advance(chunk)
         return step
 
     def commit(self, request: Request, token: int) -> None:
@@ -104,31 +117,37 @@ class Scheduler:
     def _schedule_running(self, step: Step) -> tuple[int, bool]:
         """Give running requests their rows, best rank first; return the budget left and whether any lost its blocks.
 
-        Decodes come out of the budget before any prompt chunk, so that a long prompt never stalls them.
+        Decodes come out of the budget before any prompt chunk, so that a long prompt never stalls them. Few of them
+        need a look: the others have a block for their next token and wait for nothing.
         """
         assert self.pool is not None
-        size, entries = self.pool.block_size, step.entries
-        ready = [(request, left) for request in self.running if (left := _rows_left(request))]
-        decodes = sum(left == 1 for _, left in ready)
+        due = [(r, _rows_left(r)) for r in self.running if r.num_computed >= r.quiet_until]
+        decodes = len(self.running) - len(due) + sum(left == 1 for _, left in due)
         budget = self.limits.max_num_batched_tokens - decodes
-        preempted = False
-        for request, left in ready:
-            if request.status is not Status.RUNNING:
-                continue  # preempted by an earlier one in this loop
+        before = self.preemptions
+        for request, left in due:
+            if left == 0 or request.status is not Status.RUNNING:
+                continue  # it waits for its token, or was preempted by an earlier one in this loop
             rows = 1 if left == 1 else min(left, budget)
             if rows == 0:
                 continue
-            start = request.num_computed
-            if start + rows > len(request.blocks) * size:
-                before = self.preemptions
-                fits = self._grow(request, rows)
-                preempted |= self.preemptions != before
-                if not fits:
-                    break  # it gave up its own blocks: everyone after it ranks lower still
+            if not self._grow(request, rows):
+                break  # it gave up its own blocks: everyone after it ranks lower still
+            if left == 1 and request.prefilled and not request.needs_host:
+                self._publish(request)
+                request.quiet_until = min(len(request.blocks) * self.pool.block_size, request.max_total - 1)
+                continue
             if left > 1:
                 budget -= rows
-            entries.append(Entry(request, start, rows, rows == left))
-        return budget, preempted
+            step.chunks.append(Entry(request, request.num_computed, rows, rows == left))
+        for request in self.running:
+            position = request.num_computed
+            if position < request.quiet_until:
+                request.num_computed = position + 1
+                request.num_pending += 1
+                step.decodes.append(request)
+                step.positions.append(position)
+        return budget, self.preemptions != before
 
     def _grow(self, request: Request, rows: int) -> bool:
         """Make room for `rows` more tokens, preempting lower ranks; False if the request had to give way itself."""
@@ -148,7 +167,7 @@ class Scheduler:
         """Take a running request's blocks and queue it again; its tokens are recomputed later."""
         self.running.remove(request)
         self._free(request)
-        request.num_computed = 0
+        request.num_computed = request.quiet_until = 0
         request.status = Status.WAITING
         request.preemptions += 1
         self.preemptions += 1
@@ -175,7 +194,7 @@ class Scheduler:
             budget -= rows
             grown = self._grow(request, rows)
             assert grown, "admitted without room"
-            step.entries.append(Entry(request, request.num_computed, rows, rows == request.remaining))
+            step.chunks.append(Entry(request, request.num_computed, rows, rows == request.remaining))
 
     def _cached(self, request: Request) -> list[int] | None:
         """Return the blocks a waiting request can start from, or None if it should wait for another's.
@@ -202,6 +221,7 @@ class Scheduler:
         assert self.pool is not None
         self.pool.share(cached)
         request.blocks = list(cached)
+        request.seat = self._seats.pop()
         request.published = len(cached)
         request.num_computed = len(cached) * self.pool.block_size
         if request.preemptions == 0:
@@ -245,8 +265,9 @@ class Scheduler:
         request.published = full
 
     def _free(self, request: Request) -> None:
-        if self.pool is None:
-            return
+        """Take back what a running request holds."""
+        assert self.pool is not None
+        self._seats.append(request.seat)
         self.pool.settle(request.expected)
         self.pool.release(request.blocks)
         request.expected = []
@@ -280,7 +301,7 @@ class Scheduler:
             request.status = Status.RUNNING
             insort(self.running, request, key=_rank)
             entry = Entry(request, 0, request.num_prompt, True)
-            step.entries.append(entry)
+            step.chunks.append(entry)
             self._advance(entry)
         return step
 

@@ -1,41 +1,38 @@
-"""Block tables of running requests as one host array: a request has a seat, and only its new blocks are written."""
+"""Block tables of running requests as one host array: a row is a request's seat, and only new blocks are written."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from anycore.contract.sizes import Limits
-from anycore.engine.request import Request, Status
+from anycore.engine.request import Request
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(slots=True)
-class Seat:
-    """A row of the array. `blocks` is the request's own list: it gets another one when its blocks are taken."""
-
-    request: Request
-    row: int
-    blocks: list[int]
-    written: int
-
-
 class BlockTables:
-    """Rows for `max_num_seqs` requests; those that have left make room when a row is needed."""
+    """Rows for `max_num_seqs` requests, by `Request.seat`."""
 
     def __init__(self, limits: Limits) -> None:
         self.size = limits.block_size
         columns = -(-limits.max_model_len // self.size) if self.size else 0
         self._table = np.zeros((limits.max_num_seqs, columns), dtype=np.int32)
-        self._free = list(range(limits.max_num_seqs))
-        self._seats: dict[int, Seat] = {}
+        # What is written: a request's own list, which is another one after its blocks were taken, and how much of it.
+        self._lists: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
+        self._written = [0] * limits.max_num_seqs
 
     def rows(self, requests: list[Request]) -> list[int]:
         """The row of each request, with all of its blocks written."""
-        return [self._row(request) for request in requests]
+        lists, written = self._lists, self._written
+        rows = []
+        for request in requests:
+            row, blocks = request.seat, request.blocks
+            if lists[row] is not blocks or written[row] != len(blocks):
+                self._write(row, blocks)
+            rows.append(row)
+        return rows
 
     def address(self, rows: list[int], columns: int, owner: Array, positions: Array) -> list[Array]:
         """The first `columns` blocks of some rows [B, P] int32, and the slots [T] int64 of tokens at `positions`.
@@ -46,22 +43,19 @@ class BlockTables:
         slots = tables[owner, positions // self.size].astype(np.int64) * self.size + positions % self.size
         return [tables, slots]
 
-    def _row(self, request: Request) -> int:
-        seat = self._seats.get(id(request))
-        blocks = request.blocks
-        if seat is None or seat.request is not request:
-            seat = self._seats[id(request)] = Seat(request, self._seat(), blocks, 0)
-        elif seat.blocks is not blocks:
-            seat.blocks, seat.written = blocks, 0
-        if seat.written == 0:
-            self._table[seat.row] = 0
-        if seat.written < len(blocks):
-            self._table[seat.row, seat.written : len(blocks)] = blocks[seat.written :]
-            seat.written = len(blocks)
-        return seat.row
+    def shared(self, rows: list[int], computed: int) -> int:
+        """How many first tokens, of `computed` at most, lie in the same blocks for all of these rows."""
+        first = self._table[rows, 0]
+        if len(rows) == 1 or (first != first[0]).any():
+            return 0
+        tables = self._table[rows, : computed // self.size]
+        other = (tables != tables[0]).any(axis=0)
+        return int(other.argmax() if other.any() else len(other)) * self.size
 
-    def _seat(self) -> int:
-        if not self._free:
-            gone = [key for key, seat in self._seats.items() if seat.request.status is not Status.RUNNING]
-            self._free += [self._seats.pop(key).row for key in gone]
-        return self._free.pop()
+    def _write(self, row: int, blocks: list[int]) -> None:
+        if self._lists[row] is not blocks:
+            self._lists[row], self._written[row] = blocks, 0
+            self._table[row] = 0
+        first = self._written[row]
+        self._table[row, first : len(blocks)] = blocks[first:]
+        self._written[row] = len(blocks)
