@@ -30,6 +30,9 @@ class Batch:
     kv: list[Any] | None = None  # one opaque handle a layer; None when there is no KV cache
     block_size: int = 0  # tokens per block; 0 when there is no KV cache
     token_types: Tensor | None = None  # [T] int64, device: segment ids of BERT-like encoders
+    # Of a batch that only decodes: so many first tokens (a multiple of block_size) lie in the same blocks for all
+    # requests and were computed before. A backend may read them once for all, or ignore this.
+    shared_tokens: int = 0
     plan: Any = None  # the backend's own, from Ops.plan
 
     def wanted(self, x: Tensor) -> Tensor:
@@ -61,6 +64,11 @@ class Batch:
         """[B + 1] int32, device."""
         return torch.tensor(self.query_starts, dtype=torch.int32, device=self.input_ids.device)
 
+    @cached_property
+    def shared_tokens_device(self) -> Tensor:
+        """[1] int32, device."""
+        return torch.full((1,), self.shared_tokens, dtype=torch.int32, device=self.input_ids.device)
+
 
 @dataclass
 class Sampling:
@@ -71,7 +79,7 @@ class Sampling:
     """
 
     temperature: Tensor  # float32; 0 means greedy
-    uniforms: Tensor  # float64 in [0, 1): one draw a row, from (seed, position), so batch mates cannot change it
+    uniforms: Tensor  # Ops.draw_dtype in [0, 1): a draw a row, from (seed, position), so batch mates cannot change it
     top_k: Tensor | None = None  # int64; V means off
     top_p: Tensor | None = None  # float32; 1 means off
     min_p: Tensor | None = None  # float32; 0 means off

@@ -370,7 +370,7 @@ def check_sampling(backend: Backend) -> None:
     }
     uniforms = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
     for name, (fields, kept) in filters.items():
-        params = replace(Sampling(upload(torch.ones(rows)), upload(uniforms)), **fields)
+        params = replace(Sampling(upload(torch.ones(rows)), upload(uniforms.to(backend.ops.draw_dtype))), **fields)
         found = backend.ops.sample(upload(logits.repeat(rows, 1)), params).ids.cpu()
         exact = torch.zeros(ids, dtype=torch.float64).scatter_(0, ranked.indices, ranked.values * kept)
         off = float((found.bincount(minlength=ids) / rows - exact / exact.sum()).abs().max())
@@ -380,7 +380,13 @@ def check_sampling(backend: Backend) -> None:
     best = table.argmax(-1)
     table[3, 7] = NEVER
     banned = (upload(torch.tensor([1])), upload(best[1:2]))
-    params = Sampling(upload(torch.zeros(4)), upload(torch.full((4,), 0.5)), banned=banned, logprobs=2, all_greedy=True)
+    params = Sampling(
+        upload(torch.zeros(4)),
+        upload(torch.full((4,), 0.5, dtype=backend.ops.draw_dtype)),
+        banned=banned,
+        logprobs=2,
+        all_greedy=True,
+    )
     got = backend.ops.sample(upload(table.clone()), params)
     assert got.ids[[0, 2]].tolist() == best[[0, 2]].tolist(), "greedy is not the maximum"
     assert int(got.ids[1]) == int(table[1].topk(2).indices[1]), "a banned id was chosen, or not the best of the rest"

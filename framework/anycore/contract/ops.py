@@ -22,9 +22,18 @@ HeadNorms = tuple[Tensor, Tensor, float]
 class Ops:
     """Default operations for any torch device. A backend overrides what it can do faster."""
 
+    draw_dtype = torch.float64  # of `Sampling.uniforms` and of sums of probabilities; float32 where that is the widest
+
     def plan(self, batch: Batch) -> Any:
         """Prepare masks, workspaces or split counts once a step, before the forward; kept in `batch.plan`."""
         return None
+
+    def shares(self, batch: Batch) -> bool:
+        """Whether a decode step of this batch is another one because of its `shared_tokens`.
+
+        If so, `plan` and `attention` take how many they are from the device only: they change in a captured step.
+        """
+        return False
 
     def attention(
         self,

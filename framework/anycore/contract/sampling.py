@@ -77,7 +77,7 @@ def _draw(
     greedy = temperature < GREEDY_BELOW
     best = logits.argmax(-1)
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
-    probs = filtered(scaled, top_k, top_p, min_p).double()
+    probs = filtered(scaled, top_k, top_p, min_p).to(uniforms.dtype)
     edges = probs.cumsum(-1)
     # The draw is strictly below the total, so the id found has a probability above 0.
     target = uniforms * edges[:, -1]

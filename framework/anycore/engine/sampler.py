@@ -67,9 +67,16 @@ class Group:
 class Sampler:
     """Builds `Sampling` for a step's rows. `vocab` is the number of logits a row has."""
 
-    def __init__(self, vocab: int, device: torch.device, memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        device: torch.device,
+        memory: Memory | None = None,
+        draw_dtype: torch.dtype = torch.float64,
+    ) -> None:
         self.vocab = vocab
         self.device = device
+        self.draw_dtype = draw_dtype
         self.memory = memory or Memory(device)
         self._group: Group | None = None
 
@@ -81,9 +88,16 @@ class Sampler:
         else:
             group = self._group = self._new_group(requests)
         if not group.sampling.all_greedy:
-            uniforms = self.memory.upload(torch.from_numpy(draws(group.seeds, group.positions)))
+            uniforms = self.memory.upload(self._draws(group))
             group.sampling = replace(group.sampling, uniforms=uniforms)
         return group.sampling
+
+    def _draws(self, group: Group) -> Tensor:
+        """In the device's type for them. What rounding would make 1 stays below it."""
+        numbers = torch.from_numpy(draws(group.seeds, group.positions))
+        if self.draw_dtype == torch.float64:
+            return numbers
+        return numbers.to(self.draw_dtype).clamp_(max=1 - torch.finfo(self.draw_dtype).eps / 2)
 
     def _new_group(self, requests: list[Request]) -> Group:
         sampling = self._sampling(requests)
@@ -102,7 +116,7 @@ class Sampler:
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         return Sampling(
             temperature=self._floats(temperatures),
-            uniforms=torch.zeros(len(requests), dtype=torch.float64, device=self.device),
+            uniforms=torch.zeros(len(requests), dtype=self.draw_dtype, device=self.device),
             top_k=self._longs(top_k) if not greedy and any(k < self.vocab for k in top_k) else None,
             top_p=self._floats([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
             min_p=self._floats([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,

@@ -1,0 +1,101 @@
+"""One NPU, open: memory and operations at hand, decode steps captured as ACL graphs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from anycore.contract.backend import Backend, Limits, StepFn, StepOutput
+from anycore.contract.batch import Batch
+from anycore.contract.graphs import GraphStep, NotCaptured, Replay
+from anycore.errors import PluginError
+from anycore_ascend.memory import AscendMemory
+
+log = logging.getLogger(__name__)
+
+GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Few, since every graph takes streams of the device, and none larger than a block: padding needs slots of its own."""
+
+
+class AscendBackend(Backend):
+    name = "ascend"
+    collective = "hccl"
+    overlap = True
+    self_check = True
+
+    def __init__(self, index: int = 0) -> None:
+        npu = load_torch_npu()
+        count = npu.device_count()
+        if not 0 <= index < count:
+            raise PluginError(f"the ascend backend sees {count} devices, there is no device {index}", param="device")
+        device = torch.device("npu", index)
+        npu.set_device(device)
+        self.npu = npu
+        memory = AscendMemory(device)
+        from anycore_ascend.ops import AscendOps
+
+        fallbacks: dict[str, int] = {}
+        super().__init__(device, memory, AscendOps(memory, fallbacks))
+        self.fallbacks = fallbacks
+        self._pool: Any = None
+        self._replayed = npu.Event()
+
+    def optimize(self, step: StepFn, limits: Limits) -> StepFn:
+        if limits.block_size == 0:  # nothing decodes
+            return step
+        sizes = [size for size in GRAPH_SIZES if size <= limits.block_size]
+        return GraphStep(step, self.ops, limits, self.device, self._capture, sizes, compiles=False)
+
+    def synchronize(self) -> None:
+        self.npu.synchronize(self.device)
+
+    def _capture(self, work: Callable[[], StepOutput]) -> tuple[Replay, StepOutput]:
+        """Record into memory that all graphs share. Lengths are parameters of recorded tasks: replays renew them."""
+        self._check_capture()
+        if self._pool is None:
+            self._pool = self.npu.graph_pool_handle()
+        graph = self.npu.NPUGraph()
+        try:
+            with self.npu.graph(graph, pool=self._pool, auto_dispatch_capture=True):
+                output = work()
+        except RuntimeError as error:
+            raise NotCaptured(str(error).splitlines()[0]) from error
+        count = len(output.rows)
+        ends = list(range(1, count + 1))
+
+        def replay(batch: Batch) -> None:
+            lens = batch.seq_lens + [1] * (count - len(batch.query_lens))
+            self._replayed.synchronize()  # new lengths must not reach tasks that have not run yet
+            graph.update(cpu_update_input=[{"actual_seq_lengths": ends, "actual_seq_lengths_kv": lens}])
+            graph.replay()
+            self._replayed.record()
+
+        return replay, output
+
+    def _check_capture(self) -> None:
+        if self.fallbacks:  # what computes them reads lengths on the host, which a replay would not renew
+            raise NotCaptured(f"{', '.join(self.fallbacks)} cannot be captured")
+        for name, forbidden in (("TASK_QUEUE_ENABLE", "2"), ("ASCEND_LAUNCH_BLOCKING", "1")):
+            if os.environ.get(name) == forbidden:
+                raise NotCaptured(f"{name}={forbidden} forbids it")
+
+
+def load_torch_npu() -> Any:
+    """Import torch_npu and return torch.npu.
+
+    Raises:
+        PluginError: with its own words and what to do.
+    """
+    try:
+        import torch_npu  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        words = str(error).splitlines()[0] if str(error) else type(error).__name__
+        advice = "Install torch and torch_npu of the same release."
+        if ".so" in words:
+            advice = "source /usr/local/Ascend/ascend-toolkit/set_env.sh (and nnal/atb/set_env.sh for libatb.so)."
+        raise PluginError(f"torch_npu does not load: {words}. {advice}", param="backend") from error
+    return torch.npu  # type: ignore[attr-defined]
