@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
 
 
@@ -14,7 +15,10 @@ from anycore_cuda.kernels.launch import launch
 def _norm(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, width, eps,
     RESIDUAL: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -33,20 +37,22 @@ def _norm(
     tl.store(out_ptr + row + at, out.to(x.dtype), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, early: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return (norm(x + residual) * weight, x + residual); the last dimension is a row."""
-    return _launch(x, weight, None, eps, residual, centred=False)
+    return _launch(x, weight, None, eps, residual, False, early)
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, early: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return (layer_norm(x + residual), x + residual); the last dimension is a row."""
-    return _launch(x, weight, bias, eps, residual, centred=True)
+    return _launch(x, weight, bias, eps, residual, True, early)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, centred: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, centred: bool, early: bool
 ) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     width = x.shape[-1]
@@ -59,7 +65,7 @@ def _launch(
         launch(
             _norm, (rows,),
             x, added, weight, weight if bias is None else bias, out, total, width, eps,
-            RESIDUAL=residual is not None, CENTRED=centred, BIAS=bias is not None, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            RESIDUAL=residual is not None, CENTRED=centred, BIAS=bias is not None, BLOCK=block, EARLY=early,
+            num_warps=min(16, max(1, block // 512)), **launch_options(early),
         )  # fmt: skip
     return out, total

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
 
 TOKENS = 16
@@ -18,8 +19,10 @@ def _prepare(
     qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, cache_ptr,
     rows, stride, block_size, side_stride, block_stride, head_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    NORM: tl.constexpr, ROTATE: tl.constexpr, STORE: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
+    wait(EARLY)
     # One program: TOKENS rows of one head, as its two halves.
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
@@ -91,6 +94,7 @@ def prepare_heads(
     norms: tuple[Tensor, Tensor, float] | None,
     cache: Tensor | None,
     slots: Tensor | None,
+    early: bool = False,
 ) -> None:
     """Change q and k of qkv [T, Hq + 2 Hkv, D] in place, and store k and v in a cache [2, blocks, Hkv, size, D].
 
@@ -108,7 +112,8 @@ def prepare_heads(
         qkv, cos, sin, q_weight, k_weight, qkv if slots is None else slots, qkv if cache is None else cache,
         rows, qkv.stride(0), 1 if cache is None else cache.shape[3], side, block, head, eps,
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), TOKENS=tokens,
-        NORM=norms is not None, ROTATE=angles is not None, STORE=cache is not None, num_warps=1 if tokens == 1 else 2,
+        NORM=norms is not None, ROTATE=angles is not None, STORE=cache is not None, EARLY=early,
+        num_warps=1 if tokens == 1 else 2, **launch_options(early),
     )  # fmt: skip
 
 
