@@ -10,9 +10,9 @@ from torch import Tensor
 from anycore.contract import checks, sampling
 from anycore.contract.batch import Sampling
 from anycore.contract.checks import AttentionCase
-from anycore_cuda.kernels import rotary
+from anycore_cuda.kernels import gated, norm, rotary
 from anycore_cuda.kernels import sampling as kernels
-from anycore_cuda.kernels.matvec import matvec, suits
+from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
 from anycore_cuda.kernels.sampling import choose, choose_filtered
 
 DTYPES = ("float32", "float16")
@@ -94,6 +94,38 @@ def test_a_matrix_times_one_vector(shape: tuple[int, int], dtype: torch.dtype) -
     assert suits(x, weight)
     torch.testing.assert_close(matvec(x, weight, dtype=torch.float32).double(), exact, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(matvec(x, weight, bias).double(), exact + bias.double(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "bfloat16"])
+def test_norm_and_product(dtype: str) -> None:
+    for rows, shape, gate, with_residual, biased in (
+        (1, (14, 77), None, True, True), (1, (22, 48), "silu", True, False), (1, (6, 1100), "gelu", False, True),
+        (3, (14, 77), "silu", True, True),
+    ):  # fmt: skip
+        checks.check_norm_linear(interpreted(), dtype, rows, shape, gate, with_residual, biased)
+
+
+@pytest.mark.parametrize("gate", [None, *gated.KINDS])
+def test_norm_product_and_gate_are_those_of_three_kernels(gate: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    cases = [
+        (torch.float16, True, (6, 48), None),
+        (torch.bfloat16, True, (22, 1100), (8, 512, 4)),
+        (torch.float16, False, (10, 300), (2, 64, 1)),
+    ]
+    for dtype, with_residual, (rows, columns), shape in cases:
+        weight = (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(dtype)
+        x, added = (torch.randn(1, columns, generator=generator).to(dtype) for _ in range(2))
+        bias = torch.randn(rows, generator=generator).to(dtype)
+        scale = torch.randn(columns, generator=generator)
+        residual = added if with_residual else None
+        normed, total = norm.rms_norm(x, scale, 1e-6, residual)
+        product = matvec(normed, weight, bias, shape=shape)
+        wanted = product if gate is None else gated.gated(product, gate)
+        got, summed = norm_matvec(x, residual, scale, 1e-6, weight, bias, gate, shape)
+        assert torch.equal(summed, total)
+        # Not equal bit by bit: the mean may be summed in another order.
+        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 def test_draws_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,6 +200,21 @@ def normed_in_place(ops: Ops, x: Tensor, weight: Tensor, bias: Tensor, eps: floa
     return normed, total.clone()
 
 
+def forgets_residual_before_norm(ops: Ops, x: Tensor, residual: Any, weight: Tensor, eps: float, *matrix: Any) -> Any:
+    return ops.norm_linear(x, None, weight, eps, *matrix)[0], x if residual is None else x + residual
+
+
+def keeps_no_sum(ops: Ops, x: Tensor, residual: Any, *others: Any) -> Any:
+    return ops.norm_linear(x, residual, *others)[0], x
+
+
+def biases_one_half(
+    ops: Ops, x: Tensor, residual: Any, weight: Tensor, eps: float, handle: Any, bias: Any, gate: Any
+) -> Any:
+    half = torch.cat((bias[: len(bias) // 2], torch.zeros_like(bias[len(bias) // 2 :])))
+    return ops.norm_linear(x, residual, weight, eps, handle, half, gate)
+
+
 def neighbour_pairs(ops: Ops, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     def turn(x: Tensor) -> Tensor:
         even, odd = x[..., 0::2], x[..., 1::2]
@@ -218,11 +233,18 @@ def rough_gelu(ops: Ops, x: Tensor, kind: str) -> Tensor:
     return ops.activation(x, "gelu_tanh" if kind == "gelu" else kind)
 
 
+def norm_linear(backend: Backend, gate: str | None) -> None:
+    checks.check_norm_linear(backend, "float32", 3, (8, 16), gate, with_residual=True, biased=True)
+
+
 OPERATIONS: list[tuple[Ops, Callable[[Backend], None]]] = [
     (mutated(linear=no_bias), lambda backend: checks.check_linear(backend, "float32", 3, (8, 16), True)),
     (mutated(rms_norm=shared_mean), lambda backend: checks.check_norms(backend, "float32", 5, 48, False)),
     (mutated(rms_norm=forgets_residual), lambda backend: checks.check_norms(backend, "float32", 5, 48, True)),
     (mutated(layer_norm=normed_in_place), lambda backend: checks.check_norms(backend, "float32", 5, 48, False)),
+    (mutated(norm_linear=forgets_residual_before_norm), lambda backend: norm_linear(backend, None)),
+    (mutated(norm_linear=keeps_no_sum), lambda backend: norm_linear(backend, None)),
+    (mutated(norm_linear=biases_one_half), lambda backend: norm_linear(backend, "silu")),
     (mutated(rotary=neighbour_pairs), lambda backend: checks.check_rotary(backend, "float32", 5, 4, 2, 16)),
     (mutated(gated=halves_swapped), lambda backend: checks.check_gated(backend, "float32", "silu", 3, 8)),
     (mutated(activation=rough_gelu), lambda backend: checks.check_gated(backend, "float32", "gelu", 3, 8)),

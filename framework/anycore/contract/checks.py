@@ -299,6 +299,38 @@ def check_norms(backend: Backend, dtype: str, rows: int, width: int, with_residu
     assert torch.equal(given.cpu(), x), "a norm has overwritten its input"
 
 
+def check_norm_linear(
+    backend: Backend, dtype: str, rows: int, shape: tuple[int, int], gate: str | None, with_residual: bool, biased: bool
+) -> None:
+    """x [rows, I], its residual, norm, a packed weight [O, I] and a gate: the result and x + residual."""
+    generator = torch.Generator().manual_seed(rows)
+    outputs, inputs = shape
+    kind = getattr(torch, dtype)
+    upload = backend.memory.upload
+    x, added = torch.randn(2, rows, inputs, generator=generator).to(kind)
+    scale = 1 + torch.randn(inputs, generator=generator) / 4
+    weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(kind)
+    bias = torch.randn(outputs, generator=generator).to(kind)
+    residual = upload(added.clone()) if with_residual else None
+    handle = backend.ops.pack(DenseWeight(upload(weight.clone())))
+    given = upload(x.clone())
+    got, total = backend.ops.norm_linear(
+        given, residual, upload(scale), 1e-5, handle, upload(bias) if biased else None, gate
+    )
+    wide = (x + added if with_residual else x).double()
+    exact = (wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * scale.double()) @ weight.double().T
+    if biased:
+        exact += bias.double()
+    if gate is not None:
+        first, second = exact.chunk(2, dim=-1)
+        exact = exact_activation(first, gate) * second
+    what = f"norm_linear {shape}, {rows} rows, {dtype}, gate {gate}"
+    close(got, exact, dtype, what)
+    close(total, wide, dtype, f"{what}: x + residual")
+    assert torch.equal(given.cpu(), x), f"{what} has overwritten its input"
+    assert residual is None or torch.equal(residual.cpu(), added), f"{what} has overwritten the residual"
+
+
 def check_rotary(backend: Backend, dtype: str, rows: int, heads: int, kv_heads: int, head_dim: int) -> None:
     """Pairs (d, d + D/2) turned by each row's own angles."""
     generator = torch.Generator().manual_seed(rows)

@@ -146,6 +146,12 @@ class BackendConformance:
         for width, with_residual in product((48, 77, 576), (False, True)):
             checks.check_norms(device, dtype, rows, width, with_residual)
 
+    @pytest.mark.parametrize("rows", [1, 5])
+    @pytest.mark.parametrize("gate", [None, *ACTIVATIONS])
+    def test_norm_linear(self, device: Backend, dtype: str, gate: str | None, rows: int) -> None:
+        for shape, with_residual, biased in product(((64, 48), (50, 77), (36, 1100)), (False, True), (False, True)):
+            checks.check_norm_linear(device, dtype, rows, shape, gate, with_residual, biased)
+
     @pytest.mark.parametrize("rows", [1, 5, 64])
     def test_rotary(self, device: Backend, dtype: str, rows: int) -> None:
         for heads, kv_heads, head_dim in ((6, 2, 64), (1, 1, 16), (4, 4, 80), (4, 1, 256)):
