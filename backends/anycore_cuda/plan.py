@@ -12,6 +12,9 @@ from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch
 from anycore_cuda.kernels.decode import MAX_SPLITS
 
+PROGRAMS = 6
+"""Programs of a launch per processor, which runs several at a time: so many that few are left running at the end."""
+
 
 class Plan:
     """Requests with one row and a history decode; all others are cut into tiles of rows.
@@ -54,9 +57,9 @@ class Plan:
         return self._tiles[tokens]
 
     def splits(self, requests: int, kv_heads: int) -> int:
-        """Programs per request and KV head: a power of two that fills the processors about twice."""
+        """Programs per request and KV head: a power of two, so many that long requests do not end much later."""
         splits = 1
-        while splits < MAX_SPLITS and requests * kv_heads * splits < self.processors:
+        while splits < MAX_SPLITS and requests * kv_heads * splits < PROGRAMS * self.processors:
             splits *= 2
         return splits
 

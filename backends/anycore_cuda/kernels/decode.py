@@ -1,10 +1,13 @@
 """Attention of requests with one row each over a paged cache, their keys split across programs.
 
 The query heads that share a KV head are the rows of one matrix product, so each key and value is read once. The
-program that finishes last of a request's splits joins their partial results: no second launch.
+program that finishes last of a request's splits joins their partial results: no second launch. What all requests
+share is left out where `prefix.py` has read it once for all of them; its partial results are joined as well.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,16 +20,67 @@ MIN_ROWS = 16  # of a matrix product
 MAX_SPLITS = 16
 MIN_KEYS = 128
 """A split takes at least so many keys: joining results costs as much as reading a few more."""
+GRAIN = tl.constexpr(64)
+"""Shared tokens are counted in these; what is left over is read with each request's own."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "splits", "group"])
+@dataclass(frozen=True)
+class Prefix:
+    """Partial results of n rows over the first tokens of all: as many parts as there are, [splits, n, Hq] of each."""
+
+    tokens: Tensor  # [1] int32: how many tokens all have in common
+    splits: int
+    acc: Tensor  # float32 [splits, n, Hq, D up to a power of two]
+    stats: Tensor  # float32 [splits, n, Hq, 2]: the highest score (of base 2), and the sum of weights
+
+
+@triton.jit
+def weigh(q, k, best, seen, scale, softcap, CAP: tl.constexpr, MASKED: tl.constexpr):
+    """Weights of some keys [ROWS, KEYS], the highest score so far, and the factor for what was summed before."""
+    if CAP:
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * LOG2E
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
+    if MASKED:
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, axis=1))
+    return tl.exp2(scores - higher[:, None]), higher, tl.exp2(best - higher)
+
+
+@triton.jit
+def shared_part(tokens_ptr, splits):
+    """How many tokens are read once for all requests, and how many of them each of the splits reads."""
+    tokens = tl.load(tokens_ptr) // GRAIN * GRAIN
+    return tokens, tl.cdiv(tl.maximum(tokens // GRAIN, 1), splits) * GRAIN
+
+
+@triton.jit
+def _join(acc, best, total, acc_ptr, stats_ptr, part, stride, count, known, heads, BLOCK_D: tl.constexpr):
+    # Take `count` partial results, `stride` apart, into a running softmax, in order: sums are the same every time.
+    at = tl.arange(0, BLOCK_D)
+    for _ in tl.range(count, loop_unroll_factor=4):
+        theirs = tl.load(stats_ptr + part * 2, mask=known, other=0.0)
+        higher = tl.maximum(best, theirs)
+        fade = tl.exp2(best - higher)
+        weight = tl.exp2(theirs - higher)
+        total = total * fade + weight * tl.load(stats_ptr + part * 2 + 1, mask=known, other=0.0)
+        found = tl.load(acc_ptr + part[:, None] * BLOCK_D + at[None, :], mask=heads, other=0.0)
+        acc = acc * fade[:, None] + weight[:, None] * found
+        best = higher
+        part += stride
+    return acc, best, total
+
+
+@triton.jit(do_not_specialize=["table_stride", "window", "splits", "group", "shared_splits"])
 def _decode(
-    q_ptr, cache_ptr, out_ptr, partial_ptr, stats_ptr, done_ptr, tables_ptr, lens_ptr, starts_ptr, requests_ptr,
+    q_ptr, cache_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr, tables_ptr, lens_ptr, starts_ptr, requests_ptr,
+    shared_ptr, shared_acc_ptr, shared_stats_ptr,
     q_stride, q_head_stride, table_stride, block_size, side_stride, block_stride, head_stride,
-    scale, window, softcap, splits, group,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, MAX_SPLITS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr,
+    scale, window, softcap, splits, group, shared_splits,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -38,6 +92,10 @@ def _decode(
         q_row = tl.load(starts_ptr + request)
     length = tl.load(lens_ptr + request)
     start = tl.maximum(length - window, 0)
+    if SHARED:
+        shared, shared_share = shared_part(shared_ptr, shared_splits)
+        shared = tl.where(length > shared, shared, 0)  # rows that only fill up a captured batch share nothing
+        start = shared
     share = tl.maximum(tl.cdiv(tl.cdiv(length - start, splits), KEYS), MIN_BLOCKS) * KEYS
     used = tl.cdiv(length - start, share)  # splits that have keys; the others leave at once
     begin = start + split * share
@@ -47,62 +105,58 @@ def _decode(
 
     row = tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK_D)
-    heads = (row < group)[:, None] & (at < DIM)[None, :]
+    known = row < group
+    heads = known[:, None] & (at < DIM)[None, :]
     head = kv_head * group + row
     q_at = q_row.to(tl.int64) * q_stride + head[:, None] * q_head_stride + at[None, :]
     q = tl.load(q_ptr + q_at, mask=heads, other=0.0)
     best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    weights = tl.zeros([ROWS, KEYS], tl.float32)  # summed over the keys at the end: warps need not meet in each step
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     table = tables_ptr + request.to(tl.int64) * table_stride
+    # Blocks are looked up a step ahead: keys and values are then under way without waiting for their addresses.
+    token = begin + tl.arange(0, KEYS)
+    block = tl.load(table + token // block_size, mask=token < end, other=0)
     for first in range(begin, end, KEYS):
         token = first + tl.arange(0, KEYS)
-        known = token < end
-        block = tl.load(table + token // block_size, mask=known, other=0).to(tl.int64)
-        key_at = block * block_stride + kv_head * head_stride + (token % block_size) * DIM
-        inside = known[:, None] & (at < DIM)[None, :]
+        seen = token < end
+        key_at = block.to(tl.int64) * block_stride + kv_head * head_stride + (token % block_size) * DIM
+        inside = seen[:, None] & (at < DIM)[None, :]
         k = tl.load(cache_ptr + key_at[:, None] + at[None, :], mask=inside, other=0.0)
         v = tl.load(cache_ptr + side_stride + key_at[:, None] + at[None, :], mask=inside, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
-        if CAP:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        scores = tl.where(known[None, :], scores * LOG2E, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        fade = tl.exp2(best - higher)
-        p = tl.exp2(scores - higher[:, None])
-        total = total * fade + tl.sum(p, axis=1)
+        ahead = token + KEYS
+        block = tl.load(table + ahead // block_size, mask=ahead < end, other=0)
+        p, best, fade = weigh(q, k, best, seen, scale, softcap, CAP, True)
+        weights = weights * fade[:, None] + p
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
-        best = higher
+    total = tl.sum(weights, axis=1)
 
-    out_at = (q_row.to(tl.int64) * tl.num_programs(1) * group + head[:, None]) * DIM + at[None, :]
-    alone = not SPLIT
-    if SPLIT:
-        alone = used == 1
-    if alone:
-        tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
-    else:
+    last = used == 1
+    if used > 1:
         owner = place * tl.num_programs(1) + kv_head
         part = (owner * splits + split) * ROWS + row
-        tl.store(partial_ptr + part[:, None] * BLOCK_D + at[None, :], acc, mask=heads)
-        tl.store(stats_ptr + part * 2, best, mask=row < group)
-        tl.store(stats_ptr + part * 2 + 1, total, mask=row < group)
+        tl.store(acc_ptr + part[:, None] * BLOCK_D + at[None, :], acc, mask=heads)
+        tl.store(stats_ptr + part * 2, best, mask=known)
+        tl.store(stats_ptr + part * 2 + 1, total, mask=known)
         tl.debug_barrier()
-        before = tl.atomic_add(done_ptr + owner, 1, sem="acq_rel", scope="gpu")
-        if before == used - 1:
+        last = tl.atomic_add(done_ptr + owner, 1, sem="acq_rel", scope="gpu") == used - 1
+        if last:
             tl.store(done_ptr + owner, 0)  # ready for the next launch
-            every = tl.arange(0, MAX_SPLITS)
-            all_parts = (owner * splits + every[None, :]) * ROWS + row[:, None]
-            bests = tl.load(stats_ptr + all_parts * 2, mask=(every < used)[None, :], other=float("-inf"))
-            best = tl.max(tl.where((row < group)[:, None], bests, 0.0), axis=1)
+            best = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-            for i in tl.range(used, loop_unroll_factor=4):
-                part = (owner * splits + i) * ROWS + row
-                weight = tl.exp2(tl.load(stats_ptr + part * 2, mask=row < group, other=0.0) - best)
-                total += weight * tl.load(stats_ptr + part * 2 + 1, mask=row < group, other=0.0)
-                found = tl.load(partial_ptr + part[:, None] * BLOCK_D + at[None, :], mask=heads, other=0.0)
-                acc += weight[:, None] * found
-            tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
+            part = owner * splits * ROWS + row
+            acc, best, total = _join(acc, best, total, acc_ptr, stats_ptr, part, ROWS, used, known, heads, BLOCK_D)
+    if last:
+        if SHARED:
+            stride = tl.num_programs(0) * tl.num_programs(1) * group
+            part = place * tl.num_programs(1) * group + head
+            acc, best, total = _join(
+                acc, best, total, shared_acc_ptr, shared_stats_ptr, part, stride, tl.cdiv(shared, shared_share),
+                known, heads, BLOCK_D,
+            )  # fmt: skip
+        out_at = (q_row.to(tl.int64) * tl.num_programs(1) * group + head[:, None]) * DIM + at[None, :]
+        tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
 
 
 def shape_of(block_d: int, element_size: int) -> tuple[int, int, int]:
@@ -124,13 +178,15 @@ def decode(
     softcap: float | None,
     requests: Tensor | None = None,
     starts: Tensor | None = None,
+    prefix: Prefix | None = None,
     shape: tuple[int, int, int] | None = None,
 ) -> None:
     """Write the attention of one row a request to `out` [T, Hq, D].
 
     q [T, Hq, D]; cache [2, blocks, Hkv, size, D]; tables [B, P] int32; lens [B] int32, this row included. Row i is
     request i's, or, with `requests` [n] int32 and `starts` [B + 1] int32, only those requests have rows here.
-    `counters` are int32 zeros, one a request and KV head, and zeros again afterwards.
+    `counters` are int32 zeros, one a request and KV head, and zeros again afterwards. `prefix` holds the same rows'
+    attention to what they share; there is no window then.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
@@ -139,18 +195,20 @@ def decode(
     rows = max(MIN_ROWS, triton.next_power_of_2(group))
     block_d = triton.next_power_of_2(dim)
     assert count * kv_heads <= len(counters)
-    partial = stats = counters
+    assert prefix is None or window is None
+    acc = stats = counters
     if splits > 1:
-        partial = q.new_empty(count * kv_heads * splits * rows * block_d, dtype=torch.float32)
+        acc = q.new_empty(count * kv_heads * splits * rows * block_d, dtype=torch.float32)
         stats = q.new_empty(count * kv_heads * splits * rows * 2, dtype=torch.float32)
+    shared = (counters, counters, counters) if prefix is None else (prefix.tokens, prefix.acc, prefix.stats)
     keys, warps, stages = shape or shape_of(block_d, q.element_size())
     side, block, head, _, _ = cache.stride()
     launch(
-        _decode, (count, kv_heads, splits),
-        q, cache, out, partial, stats, counters, tables, lens,
-        lens if starts is None else starts, lens if requests is None else requests,
+        _decode, (count, kv_heads, splits), q, cache, out, acc, stats, counters, tables, lens,
+        lens if starts is None else starts, lens if requests is None else requests, *shared,
         q.stride(0), q.stride(1), tables.stride(0), cache.shape[3], side, block, head,
-        scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group,
-        SPLIT=splits > 1, ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=MIN_KEYS // keys,
-        MAX_SPLITS=MAX_SPLITS, CAP=softcap is not None, CHOSEN=requests is not None, num_warps=warps, num_stages=stages,
+        scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group, prefix.splits if prefix else 1,
+        ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=max(1, MIN_KEYS // keys),
+        CAP=softcap is not None, CHOSEN=requests is not None, SHARED=prefix is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
