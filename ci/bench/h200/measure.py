@@ -4,8 +4,10 @@ PYTHONPATH=framework:backends:tests python ci/bench/h200/measure.py folders DIR 
 ... measure.py generate DIR/qwen2.5-0.5b [single batch prefill prefix]               # workloads, random weights
 ... measure.py embed DIR/bge-base-like
 ... measure.py step DIR/qwen2.5-0.5b 1 256                                           # where a decode step's time goes
+... measure.py early DIR/qwen2.5-0.5b                                                # early starts change no token
 ... measure.py agree                                                                 # tiny models against transformers
 ... measure.py kernels                                                               # kernels against the limits
+... measure.py varlen                                                                # packed attention, torch's too
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -106,8 +110,8 @@ class RandomCheckpoint:
         return "random numbers"
 
 
-def random_engine(folder: str, **settings: Any) -> Any:
-    """An engine as `anycore serve` makes it, but for the weights."""
+def random_engine(folder: str, early: bool = os.environ.get("EARLY") != "0", **settings: Any) -> Any:
+    """An engine as `anycore serve` makes it, but for the weights, and with kernels that start early only if wanted."""
     from anycore import plugins
     from anycore.config import ModelConfig
     from anycore.engine.launch import build, prepare
@@ -115,6 +119,11 @@ def random_engine(folder: str, **settings: Any) -> Any:
 
     config = ModelConfig(model=folder, **{"backend": "cuda"} | settings)
     prepared = prepare(config, plugins.load())
+    if config.backend == "cuda":
+        from anycore_cuda.backend import CudaBackend
+
+        spec = replace(prepared.choice.spec, open=partial(CudaBackend, early=early))
+        prepared = replace(prepared, choice=replace(prepared.choice, spec=spec))
     loader.open_checkpoint = lambda source: RandomCheckpoint(prepared.spec)  # type: ignore[assignment]
     marks: dict[str, float] = {}
     engine = build(prepared, lambda phase, fraction: marks.setdefault(phase, round(time.time() - STARTED, 2)) and None)
@@ -242,6 +251,32 @@ def step(folder: str, counts: list[int]) -> None:
             engine.abort(str(i))
         while engine.has_work():
             engine.step()
+
+
+def early(folder: str) -> None:
+    """Kernels that start early must give the tokens of those that do not: requests one by one, and all at once."""
+    from anycore.contract.declare import Task
+    from anycore.engine.request import NewRequest, SamplingParams
+
+    prompts, _ = workload("embed")
+    found: list[list[list[int]]] = []
+    for starts_early in (False, True, True):
+        engine = random_engine(folder, starts_early, max_model_len=2048, max_num_seqs=16, memory_utilization=0.25)
+        tokens: list[list[int]] = [[] for _ in range(24)]
+        for i in range(24):
+            sampling = SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=300, seed=i)
+            engine.add(NewRequest(id=str(i), task=Task.GENERATE, token_ids=prompts[i % 16], sampling=sampling))
+            while i < 8 and engine.has_work():
+                for delta in engine.step():
+                    tokens[int(delta.id)] += delta.token_ids
+        while engine.has_work():
+            for delta in engine.step():
+                tokens[int(delta.id)] += delta.token_ids
+        found.append(tokens)
+        del engine
+    late, first, again = found
+    equal = [a == b for a, b in zip(late, first, strict=True)]
+    tell(early=Path(folder).name, alone=f"{sum(equal[:8])}/8", all_at_once=f"{sum(equal[8:])}/16", again=first == again)
 
 
 def host(folder: str, kinds: list[str]) -> None:
@@ -463,27 +498,51 @@ def tune() -> None:
 
 
 def products() -> None:
-    """Times of a matrix times one vector by (rows, columns a step, warps), best first, and cuBLAS's."""
+    """What a layer of one row multiplies, norms and gates within, by (rows, columns a turn, warps): best first.
+
+    For comparison: the best shape without early starts, the shape in use, and the same in separate kernels.
+    """
     import torch
 
-    from anycore_cuda.kernels import matvec
+    from anycore_cuda.kernels import gated, matvec, norm
 
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     part, parts = map(int, os.environ.get("PART", "0/1").split("/"))
-    shapes = [(r, c, w) for r in (1, 2, 4, 8) for c in (512, 1024, 2048) for w in (1, 2, 4, 8)]
-    shapes = [(r, c, w) for r, c, w in shapes if 16 <= r * c // (32 * w) <= 64]
-    small, large = ((1152, 896), (896, 896), (9728, 896), (896, 4864)), ((4608, 3584), (3584, 3584))
-    for rows, columns in (*small, *large, (37888, 3584), (3584, 18944), (151936, 896)):
-        weights = [torch.randn(rows, columns, **bf16) for _ in range(max(2, 200_000_000 // (rows * columns * 2)))]
-        x = torch.randn(1, columns, **bf16)
+    wide = (512, 1024, 2048, 4096, 8192)
+    every = [(r, c, w) for r in (1, 2, 4, 8) for c in wide for w in (1, 2, 4, 8) if 16 <= r * c // (32 * w) <= 64]
+    for hidden, qkv, inner, vocab in ((896, 1152, 4864, 151936), (3584, 4608, 18944, 152064)):
+        for rows, columns, normed, gate in (
+            (qkv, hidden, True, None), (hidden, hidden, False, None), (2 * inner, hidden, True, "silu"),
+            (hidden, inner, False, None), (vocab, hidden, False, None),
+        ):  # fmt: skip
+            weights = [torch.randn(rows, columns, **bf16) for _ in range(max(2, 200_000_000 // (rows * columns * 2)))]
+            x, added, ones = *torch.randn(2, 1, columns, **bf16), torch.ones(columns, device="cuda")
 
-        def each(product: Callable[..., Any], *more: Any, x: Any = x, weights: Any = weights) -> float:
-            return replayed(lambda: [product(x, weight, *more) for weight in weights], 1) / len(weights)
+            def fused(weight: Any, shape: Any, early: bool, x: Any = x, args: Any = (added, ones, normed, gate)) -> Any:
+                added, ones, normed, gate = args
+                if normed:
+                    return matvec.norm_matvec(x, added, ones, 1e-6, weight, None, gate, shape, early)
+                return matvec.matvec(x, weight, None, None, shape, early)
 
-        found = [(each(matvec.matvec, None, None, shape), shape) for shape in shapes[part::parts]]
-        rate = rows * columns * 2 / 1e6
-        for us, name in (*sorted(found)[:4], (each(torch.nn.functional.linear), "cuBLAS")):
-            print(f"{rows}x{columns}: {us:6.2f} us {rate / us:.2f} TB/s {name}", flush=True)
+            def separate(weight: Any, early: bool, x: Any = x, args: Any = (added, ones, normed, gate)) -> Any:
+                added, ones, normed, gate = args
+                x = norm.rms_norm(x, ones, 1e-6, added, early)[0] if normed else x
+                x = matvec.matvec(x, weight, early=early)
+                return x if gate is None else gated.gated(x, gate, early)
+
+            def each(work: Callable[..., Any], *more: Any, weights: Any = weights) -> float:
+                return replayed(lambda: [work(weight, *more) for weight in weights], 1) / len(weights)
+
+            shapes = [(r, c, w) for r, c, w in every if c < 2 * columns and (gate is None or r > 1)]
+            found = sorted((each(fused, shape, True), shape) for shape in shapes[part::parts])
+            others = {
+                "best, not early": each(fused, found[0][1], False),
+                "in use": each(fused, None, True), "in use, not early": each(fused, None, False),
+                "separate": each(separate, True), "separate, not early": each(separate, False),
+            }  # fmt: skip
+            title = f"{rows}x{columns}{' normed' if normed else ''}{' gated' if gate else ''}"
+            for us, name in (*found[:5], *((us, name) for name, us in others.items())):
+                print(f"{title}: {us:6.2f} us {rows * columns * 2 / 1e6 / us:.2f} TB/s {name}", flush=True)
 
 
 def replayed(work: Callable[[], Any], times: int) -> float:
@@ -515,6 +574,8 @@ def main() -> None:
         embed(arguments[0])
     elif command == "step":
         step(arguments[0], [int(word) for word in arguments[1:]])
+    elif command == "early":
+        early(arguments[0])
     elif command == "host":
         host(arguments[0], arguments[1:])
     elif command == "tune":
@@ -523,6 +584,10 @@ def main() -> None:
         products()
     elif command == "agree":
         agree()
+    elif command == "varlen":
+        import varlen
+
+        varlen.compare()
     else:
         kernels()
 
