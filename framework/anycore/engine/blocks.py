@@ -102,7 +102,8 @@ class BlockPool:
 
     def publish(self, block: int, key: bytes, parent: bytes, tokens: Sequence[int]) -> None:
         """Make an owned, full block findable. The first block with some content stays; a second is not cached."""
-        self.settle([key])
+        if key in self._coming:
+            self.settle([key])
         if self.caching and key not in self._found:
             self._found[key] = block
             self._content[block] = (key, parent, tuple(tokens))

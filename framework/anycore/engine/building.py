@@ -32,12 +32,12 @@ class BatchBuilder:
         self.tables = BlockTables(limits)
         self._samples: Samples | None = None
         self._starts = np.zeros(0, dtype=np.int64)  # first position of each entry of the last batch
-        self._rows: list[int] = []  # their rows in the tables
+        self._rows = np.zeros(0, dtype=np.int64)  # their rows in the tables
         self._lens: list[int] = []
         self._shared: int | None = None  # tokens that all share; None: not looked for since the batch has changed
 
     def remember(self, requests: list[Request], samples: Samples | None) -> None:
-        """Take note of what the step just launched has sampled."""
+        """Take note of what the step just launched has sampled, one row a request."""
         self._samples = samples
         for row, request in enumerate(requests):
             request.place = row
@@ -47,37 +47,34 @@ class BatchBuilder:
 
         A token that the host has not seen is a request's last, and was sampled by the step just before.
         """
-        ids: list[int] = []
-        unseen: list[int] = []  # rows whose token only the device has seen
-        places: list[int] = []  # their places in the last samples
-        for request, position in zip(step.decodes, step.positions, strict=True):
-            if position < len(request.tokens):
-                ids.append(request.tokens[position])
-            else:
-                unseen.append(len(ids))
-                places.append(request.place)
-                ids.append(0)
+        decodes, positions = step.decodes, step.positions
+        ids = [request.tokens[-1] for request in decodes]  # put right below where the last one is not known yet
+        unseen = [row for row, request in enumerate(decodes) if positions[row] == len(request.tokens)]
+        places = [decodes[row].place for row in unseen]  # in the last samples
         for chunk in step.chunks:
             ids += chunk.request.tokens[chunk.start : chunk.start + chunk.rows]
             if chunk.start + chunk.rows > len(chunk.request.tokens):
                 unseen.append(len(ids))
                 places.append(chunk.request.place)
                 ids.append(0)
-        requests = step.decodes + [chunk.request for chunk in step.chunks]
-        lens = np.array([1] * len(step.decodes) + [chunk.rows for chunk in step.chunks], dtype=np.int64)
-        starts = np.array(step.positions + [chunk.start for chunk in step.chunks], dtype=np.int64)
+        requests = decodes + [chunk.request for chunk in step.chunks]
+        lens = np.ones(len(requests), dtype=np.int64)
+        lens[len(decodes) :] = [chunk.rows for chunk in step.chunks]
+        starts = np.array(positions + [chunk.start for chunk in step.chunks], dtype=np.int64)
         ends = np.cumsum(lens)
         owner = np.repeat(np.arange(len(requests)), lens)
-        positions = np.arange(ends[-1]) + (starts - (ends - lens))[owner]
-        arrays = [np.array(part, dtype=np.int64) for part in (ids, output_rows, unseen, places)]
+        every = output_rows == list(range(len(ids)))
+        parts: tuple[list[int], ...] = (ids, [] if every else output_rows, unseen, places)
+        arrays = [np.array(part, dtype=np.int64) for part in parts]
         if self.spec.token_type_count:
             types = [t for chunk in step.chunks for t in chunk.request.new.token_types or [0] * chunk.rows]
             arrays.append(np.array(types, dtype=np.int64))
-        self._rows = self.tables.rows(requests) if self.kv is not None else []
+        if self.kv is not None:
+            self._rows = self.tables.rows(requests)
         self._starts, self._lens, self._shared = starts, lens.tolist(), None
-        batch, sent = self._send(positions, owner, lens, arrays)
+        batch, sent = self._send(np.arange(ends[-1]) + (starts - (ends - lens))[owner], owner, lens, arrays)
         batch.input_ids = sent[0]
-        if output_rows != list(range(len(ids))):
+        if not every:
             batch.output_rows = sent[1]
         if unseen:
             assert self._samples is not None
@@ -92,8 +89,8 @@ class BatchBuilder:
         count = len(requests)
         starts = self._starts + np.array(self._lens)
         self._starts, self._lens = starts, [1] * count
-        for i in np.flatnonzero(starts % self.limits.block_size == 0):  # the others have no new block
-            self.tables.rows([requests[i]])
+        grown = np.flatnonzero(starts % self.limits.block_size == 0)  # the others have no new block
+        self.tables.rows([requests[i] for i in grown.tolist()])
         every = np.arange(count)
         batch, _ = self._send(starts, every, np.ones(count, dtype=np.int64), [])
         batch.input_ids = self._samples.ids

@@ -240,27 +240,28 @@ class Engine:
         return deltas
 
     def _generated(self, results: Results) -> list[Delta]:
-        """Append the sampled tokens and say which were the last."""
+        """Append the sampled tokens and say which were the last. This loop runs for every token: it stays short."""
         deltas: list[Delta] = []
+        finished = Status.FINISHED
         for row, (request, token) in enumerate(zip(results.sampled, results.tokens, strict=True)):
-            if request.status is Status.FINISHED:
+            if request.status is finished:
                 continue
             if not results.finite[row]:
                 deltas.append(self._fail(request, _not_finite()))
                 continue
-            delta = Delta(id=request.id, index=request.index)
+            tokens = request.tokens
+            delta = Delta(id=request.id, index=request.index, token_ids=[token])
             deltas.append(delta)
-            if len(request.tokens) == request.num_prompt and self._is_all(request, delta):
+            if len(tokens) == request.num_prompt and self._is_all(request, delta):
                 continue
             self.scheduler.commit(request, token)
-            self._stats.output_tokens += 1
-            delta.token_ids = [token]
             if results.logprobs is not None and (logprob := results.logprobs[row]) is not None:
                 delta.logprobs = [logprob]
             if token in request.stop_ids and self._stops(request, delta, token):
                 continue
-            if len(request.tokens) >= request.max_total:
+            if len(tokens) >= request.max_total:
                 self._finish(request, delta, FinishReason.LENGTH)
+        self._stats.output_tokens += sum(len(delta.token_ids) for delta in deltas)
         return deltas
 
     def _is_all(self, request: Request, delta: Delta) -> bool:
@@ -277,6 +278,7 @@ class Engine:
         if params.max_tokens != 0:
             return False
         request.num_pending -= 1
+        delta.token_ids = []
         self._finish(request, delta, FinishReason.LENGTH)
         return True
 

@@ -24,6 +24,9 @@ MASK = 2**64 - 1
 class SamplerState:
     """What sampling keeps of one sequence. Tensors live on the device and are made only if a parameter needs them."""
 
+    numbers: tuple[float, float, float, float]  # temperature, top_k, top_p, min_p
+    seed: int  # of the request and the sequence, mixed
+    plain: bool  # nothing but these matters
     counts: Tensor | None = None  # [V] int32: how often each id was generated
     seen: Tensor | None = None  # [V] bool: ids in prompt or output
     forbidden: Tensor | None = None  # int64 ids outside allowed_token_ids
@@ -100,35 +103,56 @@ class Sampler:
         return numbers.to(self.draw_dtype).clamp_(max=1 - torch.finfo(self.draw_dtype).eps / 2)
 
     def _new_group(self, requests: list[Request]) -> Group:
-        sampling = self._sampling(requests)
-        # Ids are banned at some steps and not at others: after words, and before the least number of tokens.
-        steady = sampling.penalties is None and sampling.banned is None
-        steady = steady and not any(_params(request).bad_words_ids for request in requests)
-        seeds = mixed_seeds([(r.seed, r.index) for r in requests])
-        positions = np.array([request.num_output for request in requests], dtype=np.uint64)
-        return Group(requests, sampling, seeds, positions, steady)
+        states: list[SamplerState] = [request.sampler or self._state(request) for request in requests]
+        sampling = self._numbers(states)
+        steady = all(state.plain for state in states)
+        if not steady:
+            sampling = self._extras(requests, sampling)
+            # Ids are banned at some steps and not at others: after words, and before the least number of tokens.
+            steady = sampling.penalties is None and sampling.banned is None
+            steady = steady and not any(_params(request).bad_words_ids for request in requests)
+        seeds = np.array([state.seed for state in states], dtype=np.uint64)
+        # What `num_output` says, for many requests at every change among them.
+        positions = [len(r.tokens) + r.num_pending - r.num_prompt for r in requests]
+        return Group(requests, sampling, seeds, np.array(positions, dtype=np.uint64), steady)
 
-    def _sampling(self, requests: list[Request]) -> Sampling:
-        params = [_params(request) for request in requests]
-        top_k = [self.vocab if p.top_k <= 0 else min(p.top_k, self.vocab) for p in params]
-        temperatures = [p.temperature for p in params]
-        greedy = all(t < GREEDY_BELOW for t in temperatures)
-        wanted = [p.logprobs for p in params if p.logprobs is not None]
+    def _numbers(self, states: list[SamplerState]) -> Sampling:
+        """What every row has: temperature, and the filters that any row asks for."""
+        temperature, top_k, top_p, min_p = np.array([state.numbers for state in states], dtype=np.float64).T
+        greedy = bool((temperature < GREEDY_BELOW).all())
+        arrays = {"temperature": temperature.astype(np.float32)}
+        if not greedy and (top_k < self.vocab).any():
+            arrays["top_k"] = top_k.astype(np.int64)
+        if (top_p < 1).any():
+            arrays["top_p"] = top_p.astype(np.float32)
+        if (min_p > 0).any():
+            arrays["min_p"] = min_p.astype(np.float32)
+        sent = dict(zip(arrays, self.memory.upload_all(list(map(torch.from_numpy, arrays.values()))), strict=True))
         return Sampling(
-            temperature=self._floats(temperatures),
-            uniforms=torch.zeros(len(requests), dtype=self.draw_dtype, device=self.device),
-            top_k=self._longs(top_k) if not greedy and any(k < self.vocab for k in top_k) else None,
-            top_p=self._floats([p.top_p for p in params]) if any(p.top_p < 1 for p in params) else None,
-            min_p=self._floats([p.min_p for p in params]) if any(p.min_p > 0 for p in params) else None,
+            temperature=sent["temperature"],
+            uniforms=torch.zeros(len(states), dtype=self.draw_dtype, device=self.device),
+            top_k=sent.get("top_k"),
+            top_p=sent.get("top_p"),
+            min_p=sent.get("min_p"),
+            all_greedy=greedy,
+        )
+
+    def _extras(self, requests: list[Request], sampling: Sampling) -> Sampling:
+        """What few rows have: penalties, ids made more or less likely, log-probabilities."""
+        params = [_params(request) for request in requests]
+        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        return replace(
+            sampling,
             penalties=self._penalties(requests, params),
             bias=self._bias(params),
             banned=self._banned(requests, params),
             logprobs=max(wanted) if wanted else None,
-            all_greedy=greedy,
         )
 
     def observe(self, requests: list[Request], samples: Samples) -> None:
         """Count what was sampled, on the device and without waiting for it."""
+        if self._group is None or self._group.sampling.penalties is None:
+            return
         for row, request in enumerate(requests):
             state: SamplerState | None = request.sampler
             if state is not None and state.counts is not None and state.seen is not None:
@@ -194,9 +218,19 @@ class Sampler:
 
     def _state(self, request: Request) -> SamplerState:
         if request.sampler is None:
-            request.sampler = SamplerState()
+            request.sampler = self._new_state(request)
         state: SamplerState = request.sampler
         return state
+
+    def _new_state(self, request: Request) -> SamplerState:
+        p = _params(request)
+        top_k = min(p.top_k, self.vocab) if p.top_k > 0 else self.vocab
+        edits = p.logit_bias or p.bad_words_ids or p.min_tokens or p.allowed_token_ids is not None
+        return SamplerState(
+            numbers=(p.temperature, top_k, p.top_p, p.min_p),
+            seed=int(mixed_seeds([(request.seed, request.index)])[0]),
+            plain=not (_is_penalised(p) or edits or p.logprobs is not None),
+        )
 
     def _floats(self, values: list[float] | tuple[float, ...]) -> Tensor:
         return self.memory.upload(torch.tensor(values, dtype=torch.float32))

@@ -23,7 +23,7 @@ class BlockTables:
         self._lists: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
         self._written = [0] * limits.max_num_seqs
 
-    def rows(self, requests: list[Request]) -> list[int]:
+    def rows(self, requests: list[Request]) -> Array:
         """The row of each request, with all of its blocks written."""
         lists, written = self._lists, self._written
         rows = []
@@ -32,9 +32,9 @@ class BlockTables:
             if lists[row] is not blocks or written[row] != len(blocks):
                 self._write(row, blocks)
             rows.append(row)
-        return rows
+        return np.array(rows, dtype=np.int64)
 
-    def address(self, rows: list[int], columns: int, owner: Array, positions: Array) -> list[Array]:
+    def address(self, rows: Array, columns: int, owner: Array, positions: Array) -> list[Array]:
         """The first `columns` blocks of some rows [B, P] int32, and the slots [T] int64 of tokens at `positions`.
 
         `owner` [T] says whose each token is, as an index into `rows`.
@@ -43,7 +43,7 @@ class BlockTables:
         slots = tables[owner, positions // self.size].astype(np.int64) * self.size + positions % self.size
         return [tables, slots]
 
-    def shared(self, rows: list[int], computed: int) -> int:
+    def shared(self, rows: Array, computed: int) -> int:
         """How many first tokens, of `computed` at most, lie in the same blocks for all of these rows."""
         first = self._table[rows, 0]
         if len(rows) == 1 or (first != first[0]).any():
