@@ -65,7 +65,7 @@ class Launched:
 
 @dataclass(slots=True)
 class Results:
-    """What a step brought. Lists over sampled requests are in the order of `Wanted.sampled`, others name the request."""
+    """What a step brought. Lists of what was sampled are in the order of `sampled`; others name the request."""
 
     sampled: list[Request] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
