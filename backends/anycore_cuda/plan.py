@@ -10,10 +10,7 @@ from torch import Tensor
 
 from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch
-from anycore_cuda.kernels.decode import MAX_SPLITS
-
-PROGRAMS = 6
-"""Programs of a launch per processor, which runs several at a time: so many that few are left running at the end."""
+from anycore_cuda.kernels.decode import splits_of
 
 
 class Plan:
@@ -57,11 +54,8 @@ class Plan:
         return self._tiles[tokens]
 
     def splits(self, requests: int, kv_heads: int) -> int:
-        """Programs per request and KV head: a power of two, so many that long requests do not end much later."""
-        splits = 1
-        while splits < MAX_SPLITS and requests * kv_heads * splits < PROGRAMS * self.processors:
-            splits *= 2
-        return splits
+        """Programs per request and KV head."""
+        return splits_of(requests, kv_heads, self.processors)
 
     def _upload(self, array: np.ndarray[Any, Any]) -> Tensor:
         return self.memory.upload(torch.from_numpy(array))

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
 
 MIN_ROWS = 16  # of a matrix product
@@ -23,6 +24,8 @@ MIN_KEYS = 128
 GRAIN = tl.constexpr(64)
 """Shared tokens are counted in these; what is left over is read with each request's own."""
 LOG2E = tl.constexpr(1.4426950408889634)
+PROGRAMS = 6
+"""Programs of a launch per processor, which runs several at a time: so many that few are left running at the end."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,10 @@ def _decode(
     scale, window, softcap, splits, group, shared_splits,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
+    wait(EARLY)
     place = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -165,6 +171,14 @@ def shape_of(block_d: int, element_size: int) -> tuple[int, int, int]:
     return keys, 4, 3 if element_size == 2 else 2
 
 
+def splits_of(requests: int, kv_heads: int, processors: int) -> int:
+    """Programs per request and KV head: a power of two, so many that long requests do not end much later."""
+    splits = 1
+    while splits < MAX_SPLITS and requests * kv_heads * splits < PROGRAMS * processors:
+        splits *= 2
+    return splits
+
+
 def decode(
     q: Tensor,
     cache: Tensor,
@@ -180,6 +194,7 @@ def decode(
     starts: Tensor | None = None,
     prefix: Prefix | None = None,
     shape: tuple[int, int, int] | None = None,
+    early: bool = False,
 ) -> None:
     """Write the attention of one row a request to `out` [T, Hq, D].
 
@@ -209,6 +224,6 @@ def decode(
         q.stride(0), q.stride(1), tables.stride(0), cache.shape[3], side, block, head,
         scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group, prefix.splits if prefix else 1,
         ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=max(1, MIN_KEYS // keys),
-        CAP=softcap is not None, CHOSEN=requests is not None, SHARED=prefix is not None,
-        num_warps=warps, num_stages=stages,
+        CAP=softcap is not None, CHOSEN=requests is not None, SHARED=prefix is not None, EARLY=early,
+        num_warps=warps, num_stages=stages, **launch_options(early),
     )  # fmt: skip

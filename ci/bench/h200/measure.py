@@ -7,6 +7,7 @@ PYTHONPATH=framework:backends:tests python ci/bench/h200/measure.py folders DIR 
 ... measure.py early DIR/qwen2.5-0.5b                                                # early starts change no token
 ... measure.py agree                                                                 # tiny models against transformers
 ... measure.py kernels                                                               # kernels against the limits
+... measure.py decode                                                                # decode attention, by shape
 ... measure.py varlen                                                                # packed attention, torch's too
 """
 
@@ -584,6 +585,10 @@ def main() -> None:
         products()
     elif command == "agree":
         agree()
+    elif command == "decode":
+        import decoding
+
+        decoding.compare(replayed)
     elif command == "varlen":
         import varlen
 
