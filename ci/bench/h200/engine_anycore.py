@@ -1,0 +1,65 @@
+"""anycore as one of the engines that take turns (turns.py): engine_anycore.py TASK FOLDER SHARE."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from measure import drain, request, workload
+from turns import pairs, take_turns
+
+BACKEND = "cuda"
+
+
+def main() -> None:
+    task, folder, share = sys.argv[1], sys.argv[2], float(sys.argv[3])
+    common = {"task": task, "backend": BACKEND, "memory_utilization": share, "max_queued": 8192}
+    if task == "rerank":
+        from anycore.llm import LLM
+
+        llm = LLM(folder, **common, max_model_len=512)
+        llm.score("w100", ["w101"])
+        take_turns(lambda kind: rerank(llm))
+        return
+    limits = {"max_model_len": 4096, "max_num_seqs": 256, "seed": 1} if task == "generate" else {"max_model_len": 512}
+    engine = opened(model=folder, **common, **limits)
+    drain(engine, [request(0, [100] * 128, 1 if task == "generate" else None)])
+    vocab = min(engine.spec.vocab_size, 150_000)
+
+    def run(kind: str) -> float:
+        engine.reset_prefix_cache()
+        prompts, lengths = workload(kind, vocab)
+        wanted = lengths or [None] * len(prompts)
+        return drain(engine, [request(i, p, n) for i, (p, n) in enumerate(zip(prompts, wanted, strict=True))])
+
+    take_turns(run)
+
+
+def opened(**settings: Any) -> Any:
+    """An engine as `anycore serve` makes it, without a tokenizer."""
+    from anycore import plugins
+    from anycore.config import ModelConfig
+    from anycore.engine.launch import build, prepare
+
+    return build(prepare(ModelConfig(**settings), plugins.load()))
+
+
+def rerank(llm: Any) -> float:
+    """Tokenise and score every pair."""
+    from anycore.engine.request import NewRequest, PoolingParams
+
+    queries, documents = pairs()
+    start = time.perf_counter()
+    requests = []
+    for i, (query, document) in enumerate(zip(queries, documents, strict=True)):
+        pair = llm.renderer.pair(query, document, None, None)
+        one = NewRequest(id=str(i), task=llm.task, token_ids=pair.token_ids, pooling=PoolingParams())
+        one.token_types = pair.token_types
+        requests.append(one)
+    drain(llm.engine, requests)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
