@@ -20,7 +20,8 @@ class CudaBackend(Backend):
     collective = "nccl"
     overlap = True
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, early: bool = True) -> None:
+        """`early`: kernels may start before the one ahead has ended, on chips that can (kernels/early.py)."""
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order, which `probe` lists devices in
         count = torch.cuda.device_count()
         if not 0 <= index < count:
@@ -29,7 +30,8 @@ class CudaBackend(Backend):
         torch.cuda.set_device(device)
         memory = CudaMemory(device)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        super().__init__(device, memory, CudaOps(memory, processors))
+        early = early and torch.cuda.get_device_capability(device) >= (9, 0)
+        super().__init__(device, memory, CudaOps(memory, processors, early))
         self._pool: Any = None  # a handle of torch's
 
     def optimize(self, step: StepFn, limits: Limits) -> StepFn:

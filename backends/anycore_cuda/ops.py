@@ -14,22 +14,30 @@ from anycore.contract.ops import HeadNorms, Ops
 from anycore_cuda.kernels import attention as tiled
 from anycore_cuda.kernels import decode as single
 from anycore_cuda.kernels import gated, norm, rotary
-from anycore_cuda.kernels.matvec import matvec, suits
+from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
+from anycore_cuda.kernels.prefix import prefix
 from anycore_cuda.kernels.sampling import choose, choose_filtered
 from anycore_cuda.plan import Plan
 
 COUNTERS = 1 << 16
+SHARED_TOKENS = 256
+SHARING_REQUESTS = 8
+"""Fewer tokens that fewer requests share are read again for each: another launch and joining its results cost more."""
 
 
 class CudaOps(Ops):
-    def __init__(self, memory: Memory, processors: int) -> None:
+    def __init__(self, memory: Memory, processors: int, early: bool = False) -> None:
         self.memory = memory
         self.processors = processors
+        self.early = early  # kernels start before the one ahead has ended (kernels/early.py)
         self.wide_products = hasattr(torch.ops.aten.mm, "dtype")  # a float32 result of 16-bit factors
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=memory.device)
 
     def plan(self, batch: Batch) -> Plan:
         return Plan(batch, self.memory, self.processors)
+
+    def shares(self, batch: Batch) -> bool:
+        return batch.shared_tokens >= SHARED_TOKENS and len(batch.query_lens) >= SHARING_REQUESTS
 
     def attention(
         self,
@@ -60,7 +68,7 @@ class CudaOps(Ops):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        rotary.prepare_heads(qkv, heads, kv_heads, angles, norms, cache, batch.slots)
+        rotary.prepare_heads(qkv, heads, kv_heads, angles, norms, cache, batch.slots, self.early)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         return self._attend(q, k, v, cache, batch, scale, window, softcap)
 
@@ -82,14 +90,20 @@ class CudaOps(Ops):
         lens, tables = batch.seq_lens_device, batch.block_tables
         if cache is not None and tables is not None:
             if plan.decode_only:
+                shared = None
+                if window is None and self.shares(batch):
+                    shared = prefix(q, cache, tables, batch.shared_tokens_device, scale, softcap, self.processors)
                 splits = plan.splits(len(q), kv_heads)
-                single.decode(q, cache, out, tables, lens, self.counters, splits, scale, window, softcap)
+                single.decode(
+                    q, cache, out, tables, lens, self.counters, splits, scale, window, softcap,
+                    prefix=shared, early=self.early,
+                )  # fmt: skip
                 return out
             if plan.decoding is not None:
                 splits = plan.splits(len(plan.decoding), kv_heads)
                 single.decode(
                     q, cache, out, tables, lens, self.counters, splits, scale, window, softcap,
-                    plan.decoding, batch.query_starts_device,
+                    plan.decoding, batch.query_starts_device, early=self.early,
                 )  # fmt: skip
             if not plan.fresh:
                 k, v = cache[0], cache[1]
@@ -104,24 +118,38 @@ class CudaOps(Ops):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return norm.rms_norm(x, weight, eps, residual)
+        return norm.rms_norm(x, weight, eps, residual, self.early)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return norm.layer_norm(x, weight, bias, eps, residual)
+        return norm.layer_norm(x, weight, bias, eps, residual, self.early)
 
     def gated(self, x: Tensor, kind: str) -> Tensor:
-        return gated.gated(x, kind)
+        return gated.gated(x, kind, self.early)
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         if suits(x, handle):
-            return matvec(x, handle, bias)
+            return matvec(x, handle, bias, early=self.early)
         return super().linear(x, handle, bias)
+
+    def norm_linear(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        handle: Any,
+        bias: Tensor | None = None,
+        gate: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if suits(x, handle):
+            return norm_matvec(x, residual, weight, eps, handle, bias, gate, early=self.early)
+        return super().norm_linear(x, residual, weight, eps, handle, bias, gate)
 
     def logits(self, x: Tensor, handle: Any) -> Tensor:
         if suits(x, handle):
-            return matvec(x, handle, dtype=torch.float32)
+            return matvec(x, handle, dtype=torch.float32, early=self.early)
         if x.dtype == torch.float32 or not self.wide_products:
             return super().logits(x, handle)
         return torch.mm(x, handle.t(), out_dtype=torch.float32)
