@@ -56,10 +56,8 @@ WITHOUT_HOST_CODE = (
 """Operators whose own C++ is not run: it would want more of CANN than its names."""
 
 HOST_ONLY = (
-    "npu::get_npu_format",
-    "npu::empty_with_format",
-    "npu::unsafe_empty_with_format",
-    "npu::npu_change_data_ptr",
+    *("npu::get_npu_format", "npu::empty_with_format", "npu::unsafe_empty_with_format", "npu::npu_change_data_ptr"),
+    *("npu::npu_format_cast", "npu::_npu_format_cast"),  # formats other than plain are switched off on these chips
 )
 """Operators that touch no device: torch_npu's own code is all there is to them."""
 
