@@ -49,4 +49,4 @@ class CudaBackend(Backend):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = work()
-        return graph.replay, output
+        return lambda batch: graph.replay(), output

@@ -30,7 +30,7 @@ def capture(work: Any) -> tuple[Replay, StepOutput]:
     """A graph's stand-in: the recorded work runs again and leaves its results where they were at first."""
     kept = work()
 
-    def replay() -> None:
+    def replay(batch: Any) -> None:
         again = work()
         kept.samples.ids.copy_(again.samples.ids)
         kept.samples.finite.copy_(again.samples.finite)
