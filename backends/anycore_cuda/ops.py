@@ -16,7 +16,7 @@ from anycore_cuda.kernels import decode as single
 from anycore_cuda.kernels import gated, norm, rotary
 from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
 from anycore_cuda.kernels.prefix import prefix
-from anycore_cuda.kernels.sampling import choose, choose_filtered
+from anycore_cuda.kernels.sampling import choose
 from anycore_cuda.plan import Plan
 
 COUNTERS = 1 << 16
@@ -160,11 +160,8 @@ class CudaOps(Ops):
         if params.penalties is not None or params.bias is not None or params.banned is not None:
             finite = sampling.row_is_finite(logits)
             sampling.adjust(logits, params)
-        filters = (params.top_k, params.top_p, params.min_p)
-        if params.all_greedy or all(filter is None for filter in filters):
-            ids, fine = choose(logits, params.temperature, params.uniforms)
-        else:
-            ids, fine = choose_filtered(logits, params.temperature, params.uniforms, *filters)
+        filters = () if params.all_greedy else (params.top_k, params.top_p, params.min_p)
+        ids, fine = choose(logits, params.temperature, params.uniforms, *filters)
         samples = Samples(ids=ids, finite=fine if finite is None else finite)
         if raw is not None and params.logprobs is not None:
             report = sampling.report(raw, ids, params.logprobs)

@@ -7,13 +7,10 @@ import torch
 from backends.cuda_interpreted import interpreted
 from torch import Tensor
 
-from anycore.contract import checks, sampling
-from anycore.contract.batch import Sampling
+from anycore.contract import checks
 from anycore.contract.checks import AttentionCase
 from anycore_cuda.kernels import gated, norm, rotary
-from anycore_cuda.kernels import sampling as kernels
 from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
-from anycore_cuda.kernels.sampling import choose, choose_filtered
 
 DTYPES = ("float32", "float16")
 CASES = [
@@ -126,33 +123,3 @@ def test_norm_product_and_gate_are_those_of_three_kernels(gate: str | None) -> N
         assert torch.equal(summed, total)
         # Not equal bit by bit: the mean may be summed in another order.
         torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2 if dtype == torch.bfloat16 else 2e-3)
-
-
-def test_draws_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filters alone and together, greedy rows among them, and logits that tie at the edge of a filter."""
-    monkeypatch.setattr(kernels, "WIDE", 32)  # two small blocks a row: the interpreter is slow
-    generator = torch.Generator().manual_seed(1)
-    rows, vocab = 8, 40
-    logits = (torch.randn(rows, vocab, generator=generator) * 2).bfloat16().float()
-    logits[3, 5:9], logits[4] = 2.0, 1.0
-    temperature = torch.tensor([0.0] + [0.7] * (rows - 1))
-    uniforms = torch.rand(rows, dtype=torch.float64, generator=generator)
-    top_k = torch.tensor([3, 5, vocab, 2, 7, 1, 3, 4])
-    top_p = torch.tensor([0.9, 0.5, 0.8, 0.7, 0.6, 1.0, 0.3, 0.0])
-    min_p = torch.tensor([0.0, 0.1, 0.0, 0.5, 0.0, 0.2, 0.0, 0.0])
-    for filters in ((top_k, None, None), (None, top_p, min_p), (top_k, top_p, min_p)):
-        ids, finite = choose_filtered(logits, temperature, uniforms, *filters)
-        assert ids.tolist() == sampling.sample(logits.clone(), Sampling(temperature, uniforms, *filters)).ids.tolist()
-        assert finite.all()
-    ids, _ = choose(logits, temperature, uniforms)
-    assert ids.tolist() == sampling.sample(logits.clone(), Sampling(temperature, uniforms)).ids.tolist()
-
-
-def test_rows_that_are_not_finite_are_reported() -> None:
-    logits = torch.zeros(4, 9)
-    logits[0, 3], logits[1, 4], logits[2] = float("nan"), float("inf"), float("-inf")
-    for finite in (
-        choose(logits, torch.ones(4), torch.zeros(4, dtype=torch.float64))[1],
-        choose_filtered(logits, torch.ones(4), torch.zeros(4, dtype=torch.float64), None, torch.ones(4), None)[1],
-    ):
-        assert finite.tolist() == [False, False, False, True]

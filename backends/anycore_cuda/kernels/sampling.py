@@ -1,7 +1,7 @@
 """Choosing ids on the device, without sorting and without the host waiting.
 
-Plain draws cut each row into chunks, so that one row fills many multiprocessors; top-k, top-p and min-p look for the
-smallest logit that stays, by bisection on its bits. Both invert the cumulative distribution in the order of ids.
+All multiprocessors cut the rows into spans and leave each span's largest logit and mass; then one program a row chooses
+by inverting the cumulative distribution in the order of ids, reading again only the spans it needs.
 """
 
 from __future__ import annotations
@@ -12,232 +12,131 @@ import triton.language as tl
 from torch import Tensor
 
 from anycore.contract.sampling import GREEDY_BELOW
+from anycore_cuda.kernels.filters import CAPACITY, draw_filtered, mass_of
 from anycore_cuda.kernels.launch import launch
 
-CHUNK = 4096
-WIDE = 8192
+SPAN = 128
+"""Logits a span holds."""
+SPANS = 32
+"""Spans of one program: 4,096 logits."""
+WARPS = 16
 
 
 @triton.jit
-def _exp(x, best, temperature):
-    return tl.exp((x - best) / temperature)
-
-
-@triton.jit
-def _chunks(
-    logits_ptr, temperature_ptr, best_ptr, sum_ptr, place_ptr, stride, vocab, greedy_below, CHUNK: tl.constexpr
-):
-    # Largest logit of a chunk, where it is, and the chunk's sum of exponents relative to it. NaN counts as infinity.
-    row = tl.program_id(0)
-    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits_ptr + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+def _spans(
+    logits_ptr, temperature_ptr, best_ptr, mass_ptr, stride, vocab, spans, greedy_below,
+    SPAN: tl.constexpr, SPANS: tl.constexpr,
+):  # fmt: skip
+    # Largest logit of each span, and the span's mass relative to it. NaN counts as infinity.
+    row = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1) * SPANS + tl.arange(0, SPANS)
+    at = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    x = tl.load(logits_ptr + row * stride + at, mask=at < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("inf"))
-    best = tl.max(x)
+    best = tl.max(x, axis=1)
     temperature = tl.load(temperature_ptr + row)
     temperature = tl.where(temperature < greedy_below, 1.0, temperature)
     dead = best == float("-inf")
-    total = tl.sum(_exp(x, tl.where(dead, 0.0, best), temperature))
-    to = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ptr + to, best)
-    tl.store(sum_ptr + to, tl.where(dead, 0.0, total))
-    tl.store(place_ptr + to, tl.min(tl.where(x == best, at, vocab)))
+    mass = tl.sum(mass_of(x, tl.where(dead, 0.0, best)[:, None], temperature), axis=1)
+    tl.store(best_ptr + row * spans + span, best, mask=span < spans)
+    tl.store(mass_ptr + row * spans + span, tl.where(dead, 0.0, mass), mask=span < spans)
+
+
+@triton.jit
+def _draw(row_ptr, bests, masses, best, temperature, uniform, fallback, vocab, SPAN: tl.constexpr, WIDTH: tl.constexpr):
+    """The id drawn from all."""
+    span = tl.arange(0, WIDTH)
+    target = (uniform * tl.sum(masses).to(tl.float64)).to(tl.float32)
+    # The span that the draw falls into: the first whose edge lies beyond it; rounding may put it past the last edge.
+    here = tl.min(tl.where((tl.cumsum(masses, 0) > target) & (masses > 0), span, WIDTH))
+    here = tl.where(here < WIDTH, here, tl.max(tl.where(masses > 0, span, 0)))
+    target -= tl.sum(tl.where(span < here, masses, 0.0))
+    at = here * SPAN + tl.arange(0, SPAN)
+    part = mass_of(tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")), best, temperature)
+    found = tl.min(tl.where((tl.cumsum(part, 0) > target) & (part > 0), at, vocab))
+    last = tl.max(tl.where(part > 0, at, -1))
+    found = tl.where(found < vocab, found, last)
+    return tl.where(found >= 0, found, fallback)
 
 
 @triton.jit
 def _choose(
-    logits_ptr, temperature_ptr, uniform_ptr, best_ptr, sum_ptr, place_ptr, ids_ptr, finite_ptr,
-    stride, vocab, chunks, greedy_below, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits_ptr, temperature_ptr, uniform_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, mass_ptr, live_ptr, kept_ptr,
+    ids_ptr, finite_ptr, stride, vocab, spans, greedy_below,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    SPAN: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    chunk = tl.arange(0, CHUNKS)
-    there = chunk < chunks
-    bests = tl.load(best_ptr + row * chunks + chunk, mask=there, other=float("-inf"))
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * stride
+    span = tl.arange(0, WIDTH)
+    bests = tl.load(best_ptr + row * spans + span, mask=span < spans, other=float("-inf"))
     best = tl.max(bests)
-    first = tl.min(tl.where(bests == best, chunk, CHUNKS))
-    chosen = tl.load(place_ptr + row * chunks + first)
+    inner = tl.arange(0, SPAN)
+    first = tl.min(tl.where(bests == best, span, WIDTH)) * SPAN + inner
+    x = tl.load(row_ptr + first, mask=first < vocab, other=float("-inf"))
+    x = tl.where(x == x, x, float("inf"))
+    chosen = tl.min(tl.where((x == best) & (first < vocab), first, vocab))
     finite = (best < float("inf")) & (best > float("-inf"))
     temperature = tl.load(temperature_ptr + row)
     if finite & (temperature >= greedy_below):
-        sums = tl.load(sum_ptr + row * chunks + chunk, mask=there, other=0.0)
-        mass = tl.where(bests == float("-inf"), 0.0, sums * _exp(bests, best, temperature))
-        edges = tl.cumsum(mass, 0)
-        target = (tl.load(uniform_ptr + row) * tl.sum(mass).to(tl.float64)).to(tl.float32)
-        # The chunk that the draw falls into: the first whose edge lies beyond it.
-        here = tl.min(tl.where((edges > target) & (mass > 0), chunk, CHUNKS))
-        if here < CHUNKS:
-            target -= tl.sum(tl.where(chunk < here, mass, 0.0))
-            at = here * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(logits_ptr + row.to(tl.int64) * stride + at, mask=at < vocab, other=float("-inf"))
-            part = _exp(x.to(tl.float32), best, temperature)
-            found = tl.min(tl.where((tl.cumsum(part, 0) > target) & (part > 0), at, vocab))
-            # Rounding may put the draw past the last edge: then the chunk's last living id.
-            last = tl.max(tl.where(part > 0, at, -1))
-            found = tl.where(found < vocab, found, last)
-            chosen = tl.where(found >= 0, found, chosen)
+        masses = tl.load(mass_ptr + row * spans + span, mask=span < spans, other=0.0)
+        masses = tl.where(bests == float("-inf"), 0.0, masses * mass_of(bests, best, temperature))
+        uniform = tl.load(uniform_ptr + row)
+        k = vocab
+        p = tl.full([], 1.0, tl.float32)
+        floor = tl.full([], 0.0, tl.float32)
+        if TOP_K:
+            k = tl.minimum(tl.maximum(tl.load(top_k_ptr + row), 1), vocab).to(tl.int32)
+        if TOP_P:
+            p = tl.load(top_p_ptr + row)
+        if MIN_P:
+            floor = tl.load(min_p_ptr + row)
+        filtered = False
+        if TOP_K or TOP_P or MIN_P:
+            filtered = (k < vocab) | (p < 1.0) | (floor > 0.0)
+        if filtered:
+            chosen = draw_filtered(
+                row_ptr, live_ptr + row * spans, kept_ptr + row * CAPACITY, bests, masses, best, temperature, uniform,
+                k, p, floor, chosen, vocab, SPAN, WIDTH, CAPACITY,
+            )  # fmt: skip
+        else:
+            chosen = _draw(row_ptr, bests, masses, best, temperature, uniform, chosen, vocab, SPAN, WIDTH)
     tl.store(ids_ptr + row, chosen.to(tl.int64))
     tl.store(finite_ptr + row, finite)
 
 
-@triton.jit
-def _order(x):
-    # Integers that sort as the floats do.
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(key):
-    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _above(row_ptr, key, best, temperature, vocab, BLOCK: tl.constexpr):
-    # How many ids have at least this key, and their mass.
-    count = tl.zeros([BLOCK], tl.int32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
-        inside = (_order(x) >= key) & (at < vocab)
-        count += inside.to(tl.int32)
-        mass += tl.where(inside, _exp(x, best, temperature), 0.0)
-    return tl.sum(count), tl.sum(mass)
-
-
-@triton.jit
-def _filtered(
-    logits_ptr, temperature_ptr, uniform_ptr, top_k_ptr, top_p_ptr, min_p_ptr, ids_ptr, finite_ptr,
-    stride, vocab, greedy_below, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0)
-    row_ptr = logits_ptr + row.to(tl.int64) * stride
-    bests = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
-        bests = tl.maximum(bests, tl.where(x == x, x, float("inf")))
-    best = tl.max(bests)
-    finite = (best < float("inf")) & (best > float("-inf"))
-    temperature = tl.load(temperature_ptr + row)
-    greedy = temperature < greedy_below
-    temperature = tl.where(greedy, 1.0, temperature)
-    limit = _order(best)  # greedy: the maximum alone, its first place
-    ties = 1
-    if finite & (temperature == temperature) & (not greedy):
-        lowest = _order(tl.full([], float("-inf"), tl.float32))
-        limit = lowest
-        ties = vocab
-        if TOP_K:
-            k = tl.load(top_k_ptr + row).to(tl.int32)
-            if k < vocab:
-                low = lowest.to(tl.int64)
-                high = _order(best).to(tl.int64)
-                while low < high:  # the largest key that at least k ids reach
-                    middle = (low + high + 1) >> 1
-                    count, _ = _above(row_ptr, middle.to(tl.int32), best, temperature, vocab, BLOCK)
-                    low = tl.where(count >= k, middle, low)
-                    high = tl.where(count >= k, high, middle - 1)
-                limit = low.to(tl.int32)
-                count, _ = _above(row_ptr, limit + 1, best, temperature, vocab, BLOCK)
-                ties = k - count
-        if TOP_P:
-            p = tl.load(top_p_ptr + row)
-            if p < 1.0:
-                _, mass = _above(row_ptr, limit + 1, best, temperature, vocab, BLOCK)
-                count_at, mass_at = _above(row_ptr, limit, best, temperature, vocab, BLOCK)
-                one = _exp(_value(limit), best, temperature)
-                wanted = p * tl.where(ties < count_at, tl.minimum(mass + ties * one, mass_at), mass_at)
-                low = limit.to(tl.int64)
-                high = _order(best).to(tl.int64)
-                while low < high:  # the largest key whose ids and better ones reach the wanted mass
-                    middle = (low + high + 1) >> 1
-                    _, reached = _above(row_ptr, middle.to(tl.int32), best, temperature, vocab, BLOCK)
-                    low = tl.where(reached >= wanted, middle, low)
-                    high = tl.where(reached >= wanted, high, middle - 1)
-                _, mass = _above(row_ptr, low.to(tl.int32) + 1, best, temperature, vocab, BLOCK)
-                one = _exp(_value(low.to(tl.int32)), best, temperature)
-                fit = tl.ceil(tl.minimum((wanted - mass) / one, vocab * 1.0)).to(tl.int32)
-                fit = tl.maximum(fit, 1)
-                ties = tl.where(low == limit, tl.minimum(ties, fit), fit)
-                limit = low.to(tl.int32)
-        floor = tl.load(min_p_ptr + row) if MIN_P else 0.0
-    else:
-        floor = 0.0
-
-    total = tl.zeros([], tl.float32)
-    used = 0
-    for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
-        key = _order(x)
-        tie = (key == limit) & (at < vocab)
-        kept = ((key > limit) & (at < vocab)) | (tie & (used + tl.cumsum(tie.to(tl.int32), 0) <= ties))
-        part = _exp(x, best, temperature)
-        total += tl.sum(tl.where(kept & (part >= floor), part, 0.0))
-        used += tl.sum(tie.to(tl.int32))
-    target = (tl.load(uniform_ptr + row) * total.to(tl.float64)).to(tl.float32)
-    passed = 0.0
-    used = 0
-    chosen = vocab
-    last = 0
-    for start in range(0, vocab, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
-        key = _order(x)
-        tie = (key == limit) & (at < vocab)
-        kept = ((key > limit) & (at < vocab)) | (tie & (used + tl.cumsum(tie.to(tl.int32), 0) <= ties))
-        part = _exp(x, best, temperature)
-        part = tl.where(kept & (part >= floor), part, 0.0)
-        chosen = tl.minimum(chosen, tl.min(tl.where((passed + tl.cumsum(part, 0) > target) & (part > 0), at, vocab)))
-        last = tl.maximum(last, tl.max(tl.where(part > 0, at, 0)))
-        passed += tl.sum(part)
-        used += tl.sum(tie.to(tl.int32))
-    tl.store(ids_ptr + row, tl.where(chosen < vocab, chosen, last).to(tl.int64))
-    tl.store(finite_ptr + row, finite)
-
-
-def choose(logits: Tensor, temperature: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Greedy where the temperature is 0, else a draw from the whole distribution: ids and `finite`, both [R]."""
-    rows, vocab = logits.shape
-    chunks = triton.cdiv(vocab, CHUNK)
-    best, total = logits.new_empty(2, rows, chunks, dtype=torch.float32).unbind(0)
-    place = logits.new_empty(rows, chunks, dtype=torch.int32)
-    ids, finite = _outputs(logits)
-    stride = logits.stride(0)
-    launch(
-        _chunks, (rows, chunks),
-        logits, temperature, best, total, place, stride, vocab, GREEDY_BELOW, CHUNK=CHUNK, num_warps=8,
-    )  # fmt: skip
-    launch(
-        _choose, (rows,),
-        logits, temperature, uniforms, best, total, place, ids, finite, stride, vocab, chunks, GREEDY_BELOW,
-        CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(chunks), num_warps=8,
-    )  # fmt: skip
-    return ids, finite
-
-
-def choose_filtered(
+def choose(
     logits: Tensor,
     temperature: Tensor,
     uniforms: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `choose`, from what top-k, then top-p, then min-p leave; equal logits are kept in the order of ids."""
+    """Greedy where the temperature is 0, else a draw from what top-k, then top-p, then min-p leave; equal logits are
+    kept in the order of ids. Returns ids and `finite`, both [R].
+    """
     rows, vocab = logits.shape
-    ids, finite = _outputs(logits)
-    off = temperature
+    spans = triton.cdiv(vocab, SPAN)
+    best, mass = logits.new_empty(2, rows, spans, dtype=torch.float32).unbind(0)
+    ids = logits.new_empty(rows, dtype=torch.int64)
+    finite = logits.new_empty(rows, dtype=torch.bool)
     launch(
-        _filtered, (rows,),
+        _spans, (rows, triton.cdiv(spans, SPANS)),
+        logits, temperature, best, mass, logits.stride(0), vocab, spans, GREEDY_BELOW,
+        SPAN=SPAN, SPANS=SPANS, num_warps=8,
+    )  # fmt: skip
+    live = kept = ids
+    off = temperature
+    if not (top_k is top_p is min_p is None):
+        live = logits.new_empty(rows, spans, dtype=torch.int32)
+        kept = logits.new_empty(rows, CAPACITY, dtype=torch.int32)
+    launch(
+        _choose, (rows,),
         logits, temperature, uniforms,
         off if top_k is None else top_k, off if top_p is None else top_p, off if min_p is None else min_p,
-        ids, finite, logits.stride(0), vocab, GREEDY_BELOW,
-        TOP_K=top_k is not None, TOP_P=top_p is not None, MIN_P=min_p is not None, BLOCK=WIDE, num_warps=16,
+        best, mass, live, kept, ids, finite, logits.stride(0), vocab, spans, GREEDY_BELOW,
+        TOP_K=top_k is not None, TOP_P=top_p is not None, MIN_P=min_p is not None,
+        SPAN=SPAN, WIDTH=max(16, triton.next_power_of_2(spans)), CAPACITY=CAPACITY, num_warps=WARPS,
     )  # fmt: skip
     return ids, finite
-
-
-def _outputs(logits: Tensor) -> tuple[Tensor, Tensor]:
-    ids = logits.new_empty(len(logits), dtype=torch.int64)
-    return ids, logits.new_empty(len(logits), dtype=torch.bool)

@@ -437,7 +437,7 @@ def kernels() -> None:
         show(f"choose {rows}", lambda a=(logits, warm, draws): sampling.choose(*a), logits.nbytes)
         show(
             f"top-k top-p {rows}",
-            lambda a=(logits, warm, draws, k, p, None): sampling.choose_filtered(*a),
+            lambda a=(logits, warm, draws, k, p, None): sampling.choose(*a),
             logits.nbytes,
         )
 
