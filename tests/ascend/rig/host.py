@@ -38,4 +38,4 @@ def scribble(tensor: Tensor) -> None:
     elif tensor.dtype == torch.bool:
         tensor.fill_(True)
     else:
-        tensor.fill_(-1)
+        tensor.fill_(0)  # an index that exists: later operators of a capture are sized by running them
