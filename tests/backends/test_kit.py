@@ -233,6 +233,10 @@ def rough_gelu(ops: Ops, x: Tensor, kind: str) -> Tensor:
     return ops.activation(x, "gelu_tanh" if kind == "gelu" else kind)
 
 
+def means_of_all(ops: Ops, rows: Tensor, batch: Batch, kind: str) -> Tensor:
+    return reference.pool(rows, batch.query_lens, kind).mean(0, keepdim=True).expand(len(batch.query_lens), -1)
+
+
 def norm_linear(backend: Backend, gate: str | None) -> None:
     checks.check_norm_linear(backend, "float32", 3, (8, 16), gate, with_residual=True, biased=True)
 
@@ -247,6 +251,7 @@ OPERATIONS: list[tuple[Ops, Callable[[Backend], None]]] = [
     (mutated(norm_linear=biases_one_half), lambda backend: norm_linear(backend, "silu")),
     (mutated(rotary=neighbour_pairs), lambda backend: checks.check_rotary(backend, "float32", 5, 4, 2, 16)),
     (mutated(gated=halves_swapped), lambda backend: checks.check_gated(backend, "float32", "silu", 3, 8)),
+    (mutated(pool=means_of_all), lambda backend: checks.check_pool(backend, "float32", [3, 1, 4], 8)),
     (mutated(activation=rough_gelu), lambda backend: checks.check_gated(backend, "float32", "gelu", 3, 8)),
 ]
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from anycore.contract.declare import Task
-from anycore.engine.pooling import pool
+from anycore.contract.reference import pool
 from anycore.errors import Unsupported
 from anycore.models.spec import ScoreSpec
 

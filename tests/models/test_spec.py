@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from anycore.contract.declare import Task
+from anycore.contract.reference import pool
 from anycore.contract.sizes import KVSpec
-from anycore.engine.pooling import pool
 from anycore.engine.tasks import wanted_rows
 from anycore.errors import ConfigError, Unsupported
 from anycore.models.families import ARCHITECTURES

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
@@ -93,13 +93,12 @@ class Rows:
 class PagedRun:
     """A few requests over one cache: decides rows and blocks like an engine, remembers what each request computed."""
 
-    def __init__(self, backend: Backend, case: AttentionCase) -> None:
+    def __init__(self, backend: Backend, case: AttentionCase, longest: int | None = None) -> None:
         self.backend = backend
         self.case = case
         self.random = random.Random(case.seed)
         self.generator = torch.Generator().manual_seed(case.seed)
-        self.longest = 3 * case.block_size + 40
-        per_request = -(-self.longest // case.block_size)
+        per_request = -(-(longest or 3 * case.block_size + 40) // case.block_size)
         blocks = 1 + 6 * per_request
         kv = KVSpec(1, case.kv_heads, case.head_dim, case.block_size, case.dtype)
         self.kv = backend.memory.allocate_kv(kv, blocks)
@@ -122,6 +121,13 @@ class PagedRun:
         """Give a request's blocks to whoever comes next."""
         self.free += self.tables.pop(request)
         del self.keys[request], self.values[request]
+
+    def fork(self, request: int, other: int) -> None:
+        """Let another request start with the full blocks of this one."""
+        count = len(self.keys[request]) // self.case.block_size
+        self.tables[other] = self.tables[request][:count]
+        self.keys[other] = self.keys[request][: count * self.case.block_size]
+        self.values[other] = self.values[request][: count * self.case.block_size]
 
     def step(self, wanted: dict[int, int]) -> None:
         """Compute so many rows of each request, in that order, and compare."""
@@ -169,6 +175,9 @@ class PagedRun:
             kv=self.kv,
             block_size=size,
         )
+        if batch.decode_only:
+            same = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*tables, strict=False)))
+            batch.shared_tokens = min(same, min(contexts) // size) * size
         batch.plan = self.backend.ops.plan(batch)
         return batch
 
@@ -207,6 +216,18 @@ def check_paged_attention(backend: Backend, case: AttentionCase) -> None:
     run.step({5: size + 1, 1: 2, 2: 1})
     run.step({5: 1, 1: 1, 2: 1, 4: 1})
     run.step({4: 1})
+
+
+def check_shared_prefix(backend: Backend, case: AttentionCase, shared: int = 300, requests: int = 9) -> None:
+    """Decoding of requests whose first blocks are the same: one that has just begun its own part, others further on."""
+    run = PagedRun(backend, case, longest=shared + 60)
+    run.step({0: shared})
+    for i in range(1, requests):
+        run.fork(0, i)
+    run.step({i: 1 + 9 * i % 37 for i in reversed(range(1, requests))})
+    run.step(dict.fromkeys(range(requests), 1))
+    run.step({0: 2} | dict.fromkeys(range(1, requests), 1))
+    run.step(dict.fromkeys(range(1, requests), 1))
 
 
 def check_packed_attention(backend: Backend, case: AttentionCase) -> None:
@@ -367,6 +388,22 @@ def exact_activation(x: Tensor, kind: str) -> Tensor:
     if kind == "gelu_tanh":
         return x * 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
     return x.clamp(min=0)
+
+
+def check_pool(backend: Backend, dtype: str, lens: list[int], width: int) -> None:
+    """The mean and the maximum of each request's rows; what is not finite in one stays in its own row."""
+    rows = torch.randn(sum(lens), width, generator=torch.Generator().manual_seed(width)).to(getattr(torch, dtype))
+    parts = rows.double().split(lens)
+    batch = packed_batch(backend, lens, causal=False)
+    given = backend.memory.upload(rows)
+    for kind, right in (("mean", [part.mean(0) for part in parts]), ("max", [part.amax(0) for part in parts])):
+        found = backend.ops.pool(given, batch, kind)
+        assert found.dtype == torch.float32, f"pool {kind} gave {found.dtype}, not float32"
+        close(found, torch.stack(right), "float32", f"pool {kind}")
+    spoilt = backend.memory.upload(rows.index_fill(0, torch.tensor([0]), float("nan")))
+    for kind in ("mean", "max"):
+        found = backend.ops.pool(spoilt, batch, kind)
+        assert torch.equal(found.isfinite().all(1).cpu(), torch.arange(len(lens)) > 0), f"pool {kind} hides a NaN"
 
 
 def check_memory(backend: Backend, kv: KVSpec, blocks: int) -> None:

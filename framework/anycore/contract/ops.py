@@ -159,6 +159,10 @@ class Ops:
             return F.relu(x)
         raise ValueError(f"activation {kind!r} is not one of silu, gelu, gelu_tanh, relu")
 
+    def pool(self, rows: Tensor, batch: Batch, kind: str) -> Tensor:
+        """Reduce all rows [T, H] of a batch to one float32 row a request [B, H]: "mean" or "max"."""
+        return reference.pool(rows, batch.query_lens, kind)
+
     def sample(self, logits: Tensor, params: Sampling) -> Samples:
         """Choose one id a row from logits [R, V] float32, which may be overwritten."""
         return sampling.sample(logits, params)

@@ -83,3 +83,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def pool(rows: Tensor, counts: list[int], kind: str) -> Tensor:
+    """Reduce rows [sum(counts), H], packed by request, to one float32 row a request [B, H].
+
+    "cls" and "last" expect the one wanted row a request; "mean" and "max" reduce all of its rows. There is no
+    padding to leave out.
+    """
+    wide = rows.float()
+    if kind in ("cls", "last"):
+        return wide
+    parts = torch.split(wide, counts)
+    if kind == "mean":
+        return torch.stack([part.mean(0) for part in parts])
+    if kind == "max":
+        return torch.stack([part.amax(0) for part in parts])
+    raise ValueError(f"pooling {kind!r} is not one of cls, mean, max, last")

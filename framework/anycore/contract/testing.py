@@ -127,6 +127,9 @@ class BackendConformance:
     def test_paged_attention(self, device: Backend, paged_case: AttentionCase) -> None:
         checks.check_paged_attention(device, paged_case)
 
+    def test_shared_prefix(self, device: Backend, shared_case: AttentionCase) -> None:
+        checks.check_shared_prefix(device, shared_case)
+
     def test_packed_attention(self, device: Backend, packed_case: AttentionCase) -> None:
         checks.check_packed_attention(device, packed_case)
 
@@ -161,6 +164,10 @@ class BackendConformance:
     def test_gated(self, device: Backend, dtype: str, kind: str) -> None:
         for rows, width in ((1, 64), (5, 33), (40, 96)):
             checks.check_gated(device, dtype, kind, rows, width)
+
+    def test_pool(self, device: Backend, dtype: str) -> None:
+        for lens, width in (([1], 48), ([7, 1, 40, 16], 77), ([3, 300], 200)):
+            checks.check_pool(device, dtype, lens, width)
 
     def test_embedding(self, device: Backend, dtype: str) -> None:
         table = torch.randn(17, 24, generator=torch.Generator().manual_seed(0)).to(getattr(torch, dtype))
@@ -211,6 +218,13 @@ def paged_cases(rows: list[Support]) -> Iterator[AttentionCase]:
                 yield from cases(row, size, windows=(5, size + 3))
 
 
+def shared_cases(rows: list[Support]) -> Iterator[AttentionCase]:
+    """What rows claim for models with a KV cache, at one block size."""
+    for row in rows:
+        if row.attention == "causal":
+            yield from cases(row, (row.block_sizes or BLOCK_SIZES)[0], windows=(33,))
+
+
 def packed_cases(rows: list[Support]) -> Iterator[AttentionCase]:
     """What rows claim for models without a KV cache."""
     for row in rows:
@@ -241,6 +255,7 @@ def title(case: Any) -> str:
 CASES: dict[str, Callable[[list[Support]], Iterator[Any]]] = {
     "dtype": dtypes,
     "paged_case": paged_cases,
+    "shared_case": shared_cases,
     "packed_case": packed_cases,
 }
 """Test arguments that come from the table."""

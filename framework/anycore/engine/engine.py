@@ -169,7 +169,7 @@ class Engine:
         length = len(new.token_ids)
         if length == 0:
             raise BadRequest("the input has no tokens", param="prompt")
-        for i in new.token_ids:
+        for i in (min(new.token_ids), max(new.token_ids)):
             if not 0 <= i < self.spec.vocab_size:
                 raise BadRequest(
                     f"token id {i} is outside the vocabulary (0 to {self.spec.vocab_size - 1})", param="prompt"

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from anycore.engine.request import PoolingParams
 from anycore.models.spec import ModelSpec
 
 EPSILON = 1e-12
 """Vectors are divided by max(norm, EPSILON), as sentence-transformers does."""
-
-
-def pool(rows: Tensor, counts: list[int], kind: str) -> Tensor:
-    """Reduce rows [sum(counts), H], packed by request, to one float32 row a request [B, H].
-
-    "cls" and "last" expect the one wanted row a request; "mean" and "max" reduce all of its rows. There is no
-    padding to leave out.
-    """
-    wide = rows.float()
-    if kind in ("cls", "last"):
-        return wide
-    parts = torch.split(wide, counts)
-    if kind == "mean":
-        return torch.stack([part.mean(0) for part in parts])
-    if kind == "max":
-        return torch.stack([part.amax(0) for part in parts])
-    raise ValueError(f"pooling {kind!r} is not one of cls, mean, max, last")
 
 
 def finish_vector(vector: NDArray[np.float32], spec: ModelSpec, params: PoolingParams) -> NDArray[np.float32]:
@@ -39,7 +22,8 @@ def finish_vector(vector: NDArray[np.float32], spec: ModelSpec, params: PoolingP
     if normalize is None:
         normalize = spec.pooling.normalize if spec.pooling else True
     if normalize:
-        vector = vector / max(float(np.linalg.norm(vector.astype(np.float64))), EPSILON)
+        wide = vector.astype(np.float64)
+        vector = wide / max(math.sqrt(wide @ wide), EPSILON)
     return np.ascontiguousarray(vector, dtype="<f4")
 
 

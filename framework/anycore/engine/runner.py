@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anycore.contract.backend import Backend, Download, Limits, StepOutput
+from anycore.contract.backend import Backend, Download, Limits, StepOutput, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.declare import Task
 from anycore.contract.sampling import report
 from anycore.engine.building import BatchBuilder
-from anycore.engine.pooling import pool
 from anycore.engine.request import Request, TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.scheduler import Entry, Step
@@ -49,7 +48,7 @@ class Wanted:
     rows: list[int] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)  # one row each
     prompt: list[tuple[Request, int, int]] = field(default_factory=list)  # prompt scores: request, position, rows
-    pooled: list[tuple[Request, int]] = field(default_factory=list)  # pooled requests and their number of rows
+    pooled: list[Request] = field(default_factory=list)
     only_sampled: bool = False  # every request of the step has a token sampled
 
 
@@ -87,7 +86,7 @@ class Runner:
         self.sampler = Sampler(model.spec.vocab_size, backend.device, backend.memory, backend.ops.draw_dtype)
         self.builder = BatchBuilder(model.spec, backend.memory, limits, kv)
         self._rows = wanted_rows(model.spec, task)
-        self._step = backend.optimize(self._run, limits)
+        self._step = backend.optimize(WholeStep(model.forward, self._sample), limits)
         self._before: Wanted | None = None  # of the step before
 
     @torch.inference_mode()
@@ -108,7 +107,7 @@ class Runner:
             self.sampler.observe(wanted.sampled, output.samples)
             leaving += _tensors(output.samples)
         if wanted.pooled:
-            leaving.append(self._pooled(output.rows, wanted.pooled))
+            leaving.append(self._pooled(output.rows, batch))
         self._before = wanted
         self.builder.remember(wanted.sampled, output.samples)
         return Launched(step, wanted, output, self.backend.memory.download(leaving))
@@ -129,17 +128,11 @@ class Runner:
         if wanted.pooled:
             vectors = arrived[-1].numpy()
             finite = np.isfinite(vectors).all(axis=1).tolist()
-            owners = [request for request, _ in wanted.pooled]
-            results.pooled = list(zip(owners, vectors, finite, strict=True))
+            results.pooled = list(zip(wanted.pooled, vectors, finite, strict=True))
         return results
 
-    def _run(self, batch: Batch, sampling: Sampling | None) -> StepOutput:
-        """The step function that a backend may optimise. The first rows of `output_rows` are the sampled ones."""
-        rows = self.model.forward(batch)
-        if sampling is None:
-            return StepOutput(rows)
-        logits = self.model.logits(rows[: len(sampling.temperature)])
-        return StepOutput(rows, self.backend.ops.sample(logits, sampling))
+    def _sample(self, rows: Tensor, sampling: Sampling) -> Samples:
+        return self.backend.ops.sample(self.model.logits(rows), sampling)
 
     # --- building -----------------------------------------------------------------------------------------------
 
@@ -152,9 +145,8 @@ class Runner:
             request, end = entry.request, at + entry.rows
             if request.is_pooled:
                 if entry.last:
-                    rows = {"first": [at], "last": [end - 1], "all": list(range(at, end))}[self._rows]
-                    further += rows
-                    wanted.pooled.append((request, len(rows)))
+                    further += {"first": (at,), "last": (end - 1,), "all": range(at, end)}[self._rows]
+                    wanted.pooled.append(request)
             else:
                 if entry.last:
                     wanted.sampled.append(request)
@@ -204,13 +196,14 @@ class Runner:
             out += map(TokenLogprob, part, logprobs.tolist(), ranks.tolist(), tops)
         return out
 
-    def _pooled(self, rows: Tensor, pooled: list[tuple[Request, int]]) -> Tensor:
+    def _pooled(self, rows: Tensor, batch: Batch) -> Tensor:
         """[B, D] float32: vectors, or the labels' logits, still on the device."""
         score = self.model.spec.score
         if self.task is Task.RERANK and score is not None and score.kind != "cosine":
             return self.model.score(rows).float()
         kind = self.model.spec.pooling.kind if self.model.spec.pooling else "last"
-        return self.model.project(pool(rows, [count for _, count in pooled], kind)).float()
+        pooled = self.backend.ops.pool(rows, batch, kind) if self._rows == "all" else rows.float()
+        return self.model.project(pooled).float()
 
 
 def _tensors(samples: Samples) -> list[Tensor]:
