@@ -18,45 +18,58 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _span(
     acc, best, total, q, k_ptr, v_ptr, table, position, seq_len, lo, hi,
-    kv_stride, block_size, block_stride, scale, window, softcap,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr,
-    PAGED: tl.constexpr, MASKED: tl.constexpr,
+    kv_stride, block_stride, scale, window, softcap,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    # Take the keys lo … hi - 1 into the running softmax; without MASKED every row sees all of them.
+    # Take the keys lo … hi - 1 into the running softmax, in powers of 2; without MASKED every row sees all of them.
+    key = tl.arange(0, KEYS)
     at = tl.arange(0, BLOCK_D)
+    packed_at = key[:, None] * kv_stride + at[None, :]
+    if not PAGED:
+        k_ptr += lo.to(tl.int64) * kv_stride
+        v_ptr += lo.to(tl.int64) * kv_stride
     for first in range(lo, hi, KEYS):
-        token = first + tl.arange(0, KEYS)
+        token = first + key
         known = token < seq_len
         if PAGED:
             if MASKED:
-                block = tl.load(table + token // block_size, mask=known, other=0).to(tl.int64)
+                block = tl.load(table + token // SIZE, mask=known, other=0).to(tl.int64)
             else:
-                block = tl.load(table + token // block_size).to(tl.int64)
-            key_at = block * block_stride + (token % block_size) * DIM
+                block = tl.load(table + token // SIZE).to(tl.int64)
+            paged_at = (block * block_stride + (token % SIZE) * DIM)[:, None] + at[None, :]
+            k_at, v_at = k_ptr + paged_at, v_ptr + paged_at
         else:
-            key_at = token.to(tl.int64) * kv_stride
-        key_at = key_at[:, None] + at[None, :]
+            k_at, v_at = k_ptr + packed_at, v_ptr + packed_at
+            k_ptr += KEYS * kv_stride
+            v_ptr += KEYS * kv_stride
         if MASKED or DIM != BLOCK_D:
             inside = known[:, None] & (at < DIM)[None, :]
-            k = tl.load(k_ptr + key_at, mask=inside, other=0.0)
-            v = tl.load(v_ptr + key_at, mask=inside, other=0.0)
+            k = tl.load(k_at, mask=inside, other=0.0)
+            v = tl.load(v_at, mask=inside, other=0.0)
         else:
-            k = tl.load(k_ptr + key_at)
-            v = tl.load(v_ptr + key_at)
-        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
         if CAP:
-            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
-        scores *= LOG2E
+            scores = softcap * LOG2E * (2.0 * tl.sigmoid(2.0 * scale * scores / softcap) - 1.0)
+            factor = 1.0
+        else:
+            factor = scale * LOG2E  # positive, so that the largest score is known before it is scaled
         if MASKED:
             distance = position[:, None] - token[None, :]
-            seen = known[None, :] & (distance < window)
-            seen = seen & (distance >= 0) if CAUSAL else seen & (distance > -window)
+            # A causal row that is stored knows all keys up to its own.
+            seen = distance >= 0 if CAUSAL else known[None, :]
+            if WINDOW:
+                seen = seen & (distance < window) & (distance > -window)
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that has seen nothing yet stays at -inf; 0 keeps its exponents free of NaN.
-        pivot = tl.where(higher == float("-inf"), 0.0, higher)
+        higher = tl.maximum(best, tl.max(scores, axis=1) * factor)
+        pivot = higher
+        if MASKED:
+            # A row that has seen nothing yet stays at -inf; 0 keeps its exponents free of NaN.
+            pivot = tl.where(higher == float("-inf"), 0.0, higher)
         fade = tl.exp2(best - pivot)
-        p = tl.exp2(scores - pivot[:, None])
+        p = tl.exp2(scores * factor - pivot[:, None])
         total = total * fade + tl.sum(p, axis=1)
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
         best = higher
@@ -66,10 +79,11 @@ def _span(
 @triton.jit(do_not_specialize=["table_stride", "window", "group", "tokens"])
 def _attend(
     q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, starts_ptr, lens_ptr, tables_ptr,
-    q_stride, q_head_stride, kv_stride, kv_head_stride, table_stride, block_size, block_stride,
+    q_stride, q_head_stride, kv_stride, kv_head_stride, table_stride, block_stride,
     scale, window, softcap, group, tokens,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    KEYS: tl.constexpr, CAP: tl.constexpr, CAUSAL: tl.constexpr, PAGED: tl.constexpr,
+    KEYS: tl.constexpr, SIZE: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
     request = tl.load(tiles_ptr + 2 * tl.program_id(0))
     first = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
@@ -96,7 +110,8 @@ def _attend(
     else:
         end = tl.minimum(seq_len, high + window)
         clear = seq_len // KEYS * KEYS
-    clear = tl.where(window < seq_len, begin, clear)
+    if WINDOW:
+        clear = tl.where(window < seq_len, begin, clear)
 
     k_ptr += kv_head * kv_head_stride
     v_ptr += kv_head * kv_head_stride
@@ -109,13 +124,13 @@ def _attend(
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     acc, best, total = _span(
         acc, best, total, q, k_ptr, v_ptr, table, position, seq_len, begin, clear,
-        kv_stride, block_size, block_stride, scale, window, softcap,
-        DIM, BLOCK_D, KEYS, CAP, CAUSAL, PAGED, False,
+        kv_stride, block_stride, scale, window, softcap,
+        DIM, BLOCK_D, KEYS, SIZE, CAP, WINDOW, CAUSAL, PAGED, False,
     )  # fmt: skip
     acc, best, total = _span(
         acc, best, total, q, k_ptr, v_ptr, table, position, seq_len, clear, end,
-        kv_stride, block_size, block_stride, scale, window, softcap,
-        DIM, BLOCK_D, KEYS, CAP, CAUSAL, PAGED, True,
+        kv_stride, block_stride, scale, window, softcap,
+        DIM, BLOCK_D, KEYS, SIZE, CAP, WINDOW, CAUSAL, PAGED, True,
     )  # fmt: skip
     out_at = (q_row * tl.num_programs(1) * group + head[:, None]) * DIM + at[None, :]
     tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -165,9 +180,9 @@ def attend(
         _attend, (len(tiles), kv_heads),
         q, k, v, out, tiles, starts, lens, tables if tables is not None else lens,
         q.stride(0), q.stride(1), 0 if paged else k.stride(0), k.stride(1),
-        tables.stride(0) if tables is not None else 0, k.shape[2] if paged else 1, k.stride(0) if paged else 0,
+        tables.stride(0) if tables is not None else 0, k.stride(0) if paged else 0,
         scale, 1 << 29 if window is None else window, softcap or 0.0, group, rows // group,
-        ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys,
-        CAP=softcap is not None, CAUSAL=causal, PAGED=paged,
+        ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, SIZE=k.shape[2] if paged else 1,
+        CAP=softcap is not None, WINDOW=window is not None, CAUSAL=causal, PAGED=paged,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
