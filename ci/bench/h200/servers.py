@@ -38,7 +38,7 @@ class Served:
             words += [{"vllm": "--api-server-count", "anycore": "--api-servers"}[engine], str(fronts)]
         start = time.monotonic()
         with log.open("a") as file:
-            self._process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            self._process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT)
         body = json.dumps({"model": "m", "prompt": [100] * 16, "max_tokens": 1}).encode()
         while not answers(f"{self.url}/completions", body):
             if self._process.poll() is not None or time.monotonic() - start > START_SECONDS:
