@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anycore.contract.backend import Backend, Limits, StepFn, StepOutput
+from anycore.contract.backend import Backend, Limits, StepFn, StepOutput, WholeStep
 from anycore.contract.batch import Batch
 from anycore.contract.graphs import GraphStep, NotCaptured, Replay
 from anycore.errors import PluginError
@@ -44,7 +44,7 @@ class AscendBackend(Backend):
         self._pool: Any = None
         self._replayed = npu.Event()
 
-    def optimize(self, step: StepFn, limits: Limits) -> StepFn:
+    def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         if limits.block_size == 0:  # nothing decodes
             return step
         sizes = [size for size in GRAPH_SIZES if size <= limits.block_size]

@@ -18,7 +18,7 @@ ALIGNMENT = 64  # bytes
 class AscendMemory(Memory):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.npu: Any = torch.npu  # torch_npu adds it; its names are those of torch.cuda
+        self.npu: Any = torch.npu  # type: ignore[attr-defined]  # torch_npu adds it; its names are those of torch.cuda
 
     def total(self) -> int:
         return int(self.npu.mem_get_info(self.device)[1])
@@ -26,7 +26,7 @@ class AscendMemory(Memory):
     def free(self) -> int:
         """What the driver has free, and what torch_npu's allocator holds without using it."""
         cached = self.npu.memory_reserved(self.device) - self.npu.memory_allocated(self.device)
-        return int(self.npu.mem_get_info(self.device)[0]) + cached
+        return int(self.npu.mem_get_info(self.device)[0] + cached)
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:

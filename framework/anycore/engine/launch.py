@@ -24,6 +24,7 @@ from anycore.plugins import Plugins
 
 if TYPE_CHECKING:
     from anycore.contract.backend import Backend
+    from anycore.contract.selfcheck import Shape
     from anycore.engine.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -103,11 +104,12 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     Raises:
         DoesNotFit: before weights are loaded.
         WeightsError: the files are damaged or incomplete.
-        PluginError: the device cannot be opened, or an operation this model needs fails on it.
+        PluginError: the device cannot be opened, or an operation this model needs fails on it or is wrong.
         NonFiniteOutput: the warm-up brought NaN or infinity.
     """
     import torch
 
+    from anycore.contract.selfcheck import self_check
     from anycore.engine.blocks import BlockPool
     from anycore.engine.engine import Engine
     from anycore.engine.runner import Runner
@@ -122,6 +124,8 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     backend, prepared = _open(prepared)
     config, spec, wish = prepared.config, prepared.spec, prepared.wish
     kv_spec = spec.kv(wish.block_size, wish.dtype) if wish.paged else None
+    if backend.self_check:
+        self_check(backend, _shape(prepared))
     room = Room(backend.name, backend.memory.total(), backend.memory.free())
     prepared = _planned(prepared, room, backend.memory.block_bytes(kv_spec) if kv_spec else None)
     assert prepared.plan is not None
@@ -161,6 +165,26 @@ def _open(prepared: Prepared) -> tuple[Backend, Prepared]:
         choice = _native(fall_back(prepared.plugins, needs, error.message), needs)
         prepared = replace(prepared, choice=choice, wish=wish_of(config, spec, task, choice))
         return open_backend(choice), prepared
+
+
+def _shape(prepared: Prepared) -> Shape:
+    """What the self-check has to look at."""
+    from anycore.contract.selfcheck import Shape
+
+    spec, wish = prepared.spec, prepared.wish
+    return Shape(
+        dtype=wish.dtype,
+        causal=spec.attention == "causal",
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        block_size=wish.block_size if wish.paged else 0,
+        windows=spec.windows or (None,),
+        softcap=spec.softcap,
+        activation=spec.activation,
+        rotary=spec.rope is not None,
+        generates=prepared.task is Task.GENERATE,
+    )
 
 
 def _planned(prepared: Prepared, room: Room, block_bytes: int | None = None) -> Prepared:

@@ -1,0 +1,94 @@
+"""Proves what a backend declares: every row of its table, on the device of this machine, against exact results.
+
+Needs pytest. Exits with 0 only if a device was there and every case passed. The report is what a backend keeps as
+evidence beside its table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from anycore import __version__, plugins
+from anycore.cli.flags import Parser
+from anycore.errors import ConfigError, PluginError
+
+QUICK = 8
+"""With --quick, one in so many cases of attention is run."""
+
+NEEDED = ("pytest", "transformers")
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("backend", metavar="BACKEND", help="name of the backend, as in anycore matrix")
+    parser.add_argument("--quick", action="store_true", help=f"one in {QUICK} cases of attention, everything else")
+    parser.add_argument("--report", metavar="FILE", type=Path, help="write device, versions and results as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"anycore conformance needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    spec = plugins.load().backend(options.backend)
+    probe = spec.probe()
+    if not probe.available:
+        raise PluginError(f"no {spec.name} device: {probe.reason}. {probe.advice}", param="backend")
+    tally = Tally(options.quick)
+    code = collect(options.backend, tally)
+    device = probe.devices[0]
+    words = ["anycore conformance", options.backend, *(["--quick"] if options.quick else [])]
+    report = {
+        "device": device.name,
+        "chip": device.chip,
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {**probe.versions, "anycore": __version__, "python": platform.python_version()},
+        "command": " ".join(words),
+        "conformance": tally.as_dict(),
+    }
+    if options.report is not None:
+        options.report.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"report written to {options.report}")
+    return 0 if code == 0 and tally.counts["passed"] else 1
+
+
+def collect(backend: str, tally: Tally) -> int:
+    """Run pytest on the kit, without the settings of whatever project this is called in."""
+    import pytest
+
+    os.environ["ANYCORE_CONFORMANCE"] = backend
+    words = ["--pyargs", "anycore.contract.suite", "-c", os.devnull, "-p", "no:cacheprovider", "-q", "--tb=short"]
+    return int(pytest.main(words, plugins=[tally]))
+
+
+class Tally:
+    """A pytest plugin that counts, remembers failures, and leaves cases out if asked to be quick."""
+
+    def __init__(self, quick: bool) -> None:
+        self.quick = quick
+        self.counts: Counter[str] = Counter()
+        self.failures: dict[str, str] = {}
+        self.started = time.monotonic()
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        if self.quick:
+            items[:] = [
+                item for i, item in enumerate(items) if i % QUICK == 0 or "_case" not in " ".join(item.fixturenames)
+            ]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.counts[report.outcome] += 1
+        if report.failed:
+            lines = str(report.longrepr).strip().splitlines()
+            self.failures[report.nodeid.rpartition("::")[2]] = lines[-1] if lines else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        kinds = {kind: self.counts[kind] for kind in ("passed", "failed", "skipped")}
+        return {**kinds, "seconds": round(time.monotonic() - self.started, 1), "failures": self.failures}
