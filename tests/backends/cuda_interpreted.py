@@ -50,7 +50,7 @@ class HostMemory(Memory):
         return [torch.zeros(shape, dtype=getattr(torch, kv.dtype)) for _ in range(kv.layers)]
 
 
-def interpreted(processors: int = 8) -> Backend:
+def interpreted(processors: int = 2) -> Backend:
     """A backend of the CUDA operations on host memory; more processors mean more splits of the keys."""
     memory = HostMemory(torch.device("cpu"))
     return Backend(memory.device, memory, CudaOps(memory, processors))

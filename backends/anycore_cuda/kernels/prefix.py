@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anycore_cuda.kernels.decode import GRAIN, MAX_SPLITS, Prefix, shared_part, weigh
+from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
 
 
@@ -21,7 +22,10 @@ def _prefix(
     q_stride, q_head_stride, block_size, side_stride, block_stride, head_stride,
     scale, softcap, count, splits, group,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, CAP: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
+    wait(EARLY)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     tokens, share = shared_part(tokens_ptr, splits)
@@ -82,6 +86,7 @@ def prefix(
     softcap: float | None,
     processors: int,
     shape: tuple[int, int, int, int] | None = None,
+    early: bool = False,
 ) -> Prefix:
     """Attend from each row of q [n, Hq, D] to the first `tokens` ([1] int32) tokens of its table, equal in all rows.
 
@@ -103,6 +108,7 @@ def prefix(
         _prefix, (tiles, kv_heads, splits), q, cache, acc, stats, tokens, tables,
         q.stride(0), q.stride(1), cache.shape[3], side, block, head,
         scale, softcap or 0.0, count, splits, group,
-        ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, CAP=softcap is not None, num_warps=warps, num_stages=stages,
+        ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, CAP=softcap is not None, EARLY=early,
+        num_warps=warps, num_stages=stages, **launch_options(early),
     )  # fmt: skip
     return Prefix(tokens, splits, acc, stats)
