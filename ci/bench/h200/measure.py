@@ -446,7 +446,7 @@ def tune() -> None:
     """Times of attention kernels by (keys a step, warps, stages), best first."""
     import torch
 
-    from anycore_cuda.kernels import attention, decode
+    from anycore_cuda.kernels import attention
 
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     # PART=i/n takes every n-th shape from the i-th on: several processes fill the disk cache before one measures.
@@ -481,21 +481,6 @@ def tune() -> None:
                     shapes = [(64, 4, 3), (64, 8, 3), (128, 8, 2), (128, 4, 3)]
                     title = f"{name} {heads}/{kv_heads}x{dim} {count}x{length} rows {rows}"
                     best(title, shapes, lambda s, g=given: attention.attend(*g, s))
-        if kv_heads == heads:
-            continue
-        for count, length in ((1, 300), (64, 700), (256, 1000)):
-            blocks = -(-length // 16)
-            cache = torch.randn(2, 1 + count * blocks, kv_heads, 16, dim, **bf16)
-            tables = (torch.randperm(count * blocks, device="cuda") + 1).int().view(count, blocks)
-            lens = torch.full((count,), length, dtype=torch.int32, device="cuda")
-            q = torch.randn(count, heads, dim, **bf16)
-            out = torch.empty_like(q)
-            zeros = torch.zeros(4096, dtype=torch.int32, device="cuda")
-            for splits in {1: (1, 16), 64: (1, 2), 256: (1,)}[count]:
-                given = (q, cache, out, tables, lens, zeros, splits, dim**-0.5, None, None, None, None)
-                shapes = [(32, 2, 4), (64, 2, 3), (64, 4, 3), (128, 4, 3)]
-                title = f"decode {heads}/{kv_heads}x{dim} {count}x{length} splits {splits}"
-                best(title, shapes, lambda s, g=given: decode.decode(*g, s))
 
 
 def products() -> None:
