@@ -8,7 +8,9 @@ from backends.cuda_interpreted import interpreted
 from torch import Tensor
 
 from anycore.contract import checks
+from anycore.contract.batch import Batch
 from anycore.contract.checks import AttentionCase
+from anycore.contract.ops import Ops
 from anycore_cuda.kernels import gated, norm, rotary
 from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
 
@@ -23,7 +25,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("processors", [1, 40])
+@pytest.mark.parametrize("processors", [1, 4])
 def test_paged_attention(case: AttentionCase, processors: int) -> None:
     checks.check_paged_attention(interpreted(processors), case)
 
@@ -41,6 +43,11 @@ def test_norms(dtype: str) -> None:
     for rows, width in ((1, 48), (5, 77)):
         for with_residual in (False, True):
             checks.check_norms(interpreted(), dtype, rows, width, with_residual)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "bfloat16"])
+def test_pool(dtype: str) -> None:
+    checks.check_pool(interpreted(), dtype, [7, 1, 20], 150)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "bfloat16"])
@@ -70,6 +77,35 @@ def test_heads_are_prepared_as_the_contract_says(normed: bool, rows: int) -> Non
     for side, exact in zip(cache.double(), (k, v), strict=True):
         stored = side[slots // size, :, slots % size]
         torch.testing.assert_close(stored, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("processors", [1, 40])  # one split of the keys, and several
+def test_decoding_prepares_heads_on_the_way(normed: bool, processors: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, dim, size, lens = 6, 2, 24, 16, [1, 300, 17, 32]
+    tables = torch.arange(1, 1 + 4 * 19, dtype=torch.int32).view(4, 19)
+    places = torch.tensor([length - 1 for length in lens])
+    slots = tables[torch.arange(4), places // size].long() * size + places % size
+    slots[0] = 5  # a row that only fills up a captured batch: what it stores is not where it reads
+    found = []
+    for ops, heads_first in ((Ops(), False), (interpreted(processors).ops, True)):
+        generator.manual_seed(1)
+        qkv = torch.randn(4, heads + 2 * kv_heads, dim, generator=generator)
+        cache = torch.randn(2, 80, size, kv_heads, dim, generator=generator)
+        cache = cache.transpose(2, 3).contiguous() if heads_first else cache
+        weights = torch.randn(2, dim, generator=generator)
+        angles = torch.rand(4, dim // 2, generator=generator) * 6
+        batch = Batch(
+            input_ids=places, positions=places, query_lens=[1] * 4, context_lens=places.tolist(), output_rows=None,
+            causal=True, slots=slots, block_tables=tables, kv=[cache], block_size=size,
+        )  # fmt: skip
+        norms = (weights[0], weights[1], 1e-6) if normed else None
+        turns = angles.cos(), angles.sin()
+        out = ops.self_attention(qkv, heads, kv_heads, norms, turns, cache, batch, 0.2, window=40)
+        found.append((out, cache.transpose(2, 3) if heads_first else cache))
+    for got, wanted in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def turn(x: Tensor, angles: Tensor) -> Tensor:

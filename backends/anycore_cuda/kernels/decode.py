@@ -16,6 +16,7 @@ from torch import Tensor
 
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
+from anycore_cuda.kernels.rotary import prepared
 
 MIN_ROWS = 16  # of a matrix product
 MAX_SPLITS = 16
@@ -36,6 +37,17 @@ class Prefix:
     splits: int
     acc: Tensor  # float32 [splits, n, Hq, D up to a power of two]
     stats: Tensor  # float32 [splits, n, Hq, 2]: the highest score (of base 2), and the sum of weights
+
+
+@dataclass(frozen=True)
+class Raw:
+    """What heads lack that are as the projection left them: norms and angles as in `rotary.prepare_heads`, and k's and
+    v's way into the cache.
+    """
+
+    norms: tuple[Tensor, Tensor, float] | None
+    angles: tuple[Tensor, Tensor] | None
+    slots: Tensor
 
 
 @triton.jit
@@ -68,7 +80,7 @@ def _join(acc, best, total, acc_ptr, stats_ptr, part, stride, count, known, head
         higher = tl.maximum(best, theirs)
         fade = tl.exp2(best - higher)
         weight = tl.exp2(theirs - higher)
-        total = total * fade + weight * tl.load(stats_ptr + part * 2 + 1, mask=known, other=0.0)
+        total = total * fade + weight * tl.load(stats_ptr + part * 2 + 1, mask=known, other=1.0)
         found = tl.load(acc_ptr + part[:, None] * BLOCK_D + at[None, :], mask=heads, other=0.0)
         acc = acc * fade[:, None] + weight[:, None] * found
         best = higher
@@ -79,12 +91,12 @@ def _join(acc, best, total, acc_ptr, stats_ptr, part, stride, count, known, head
 @triton.jit(do_not_specialize=["table_stride", "window", "splits", "group", "shared_splits"])
 def _decode(
     q_ptr, cache_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr, tables_ptr, lens_ptr, starts_ptr, requests_ptr,
-    shared_ptr, shared_acc_ptr, shared_stats_ptr,
+    shared_ptr, shared_acc_ptr, shared_stats_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, slots_ptr,
     q_stride, q_head_stride, table_stride, block_size, side_stride, block_stride, head_stride,
-    scale, window, softcap, splits, group, shared_splits,
+    scale, window, softcap, splits, group, shared_splits, eps,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr,
-    EARLY: tl.constexpr,
+    RAW: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     wait(EARLY)
@@ -114,15 +126,35 @@ def _decode(
     known = row < group
     heads = known[:, None] & (at < DIM)[None, :]
     head = kv_head * group + row
-    q_at = q_row.to(tl.int64) * q_stride + head[:, None] * q_head_stride + at[None, :]
-    q = tl.load(q_ptr + q_at, mask=heads, other=0.0)
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    weights = tl.zeros([ROWS, KEYS], tl.float32)  # summed over the keys at the end: warps need not meet in each step
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     table = tables_ptr + request.to(tl.int64) * table_stride
     # Blocks are looked up a step ahead: keys and values are then under way without waiting for their addresses.
     token = begin + tl.arange(0, KEYS)
     block = tl.load(table + token // block_size, mask=token < end, other=0)
+    row_ptr = q_ptr + q_row.to(tl.int64) * q_stride
+    if RAW:
+        cos_ptr += q_row * (DIM // 2)
+        sin_ptr += q_row * (DIM // 2)
+        q = prepared(
+            row_ptr + head * q_head_stride, known, q_weight_ptr, cos_ptr, sin_ptr, eps, DIM, BLOCK_D, NORM, ROTATE
+        )
+        if end == length:  # the newest token is in this split: nobody else needs its key and value
+            first_k = tl.num_programs(1) * group + kv_head + tl.arange(0, 1)
+            new_ptr = row_ptr + first_k * q_head_stride
+            there = first_k >= 0
+            k = prepared(new_ptr, there, k_weight_ptr, cos_ptr, sin_ptr, eps, DIM, BLOCK_D, NORM, ROTATE)
+            inside = there[:, None] & (at < DIM)[None, :]
+            v_ptr = new_ptr + tl.num_programs(1) * q_head_stride
+            v = tl.load(v_ptr[:, None] + at[None, :], mask=inside, other=0.0)
+            slot = tl.load(slots_ptr + q_row)
+            to = slot // block_size * block_stride + kv_head * head_stride + slot % block_size * DIM
+            tl.store(cache_ptr + to + at[None, :], k, mask=inside)
+            tl.store(cache_ptr + side_stride + to + at[None, :], v, mask=inside)
+            tl.debug_barrier()  # the program's other threads are about to read them
+    else:
+        q = tl.load(row_ptr + head[:, None] * q_head_stride + at[None, :], mask=heads, other=0.0)
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    weights = tl.zeros([ROWS, KEYS], tl.float32)  # summed over the keys at the end: warps need not meet in each step
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for first in range(begin, end, KEYS):
         token = first + tl.arange(0, KEYS)
         seen = token < end
@@ -194,6 +226,7 @@ def decode(
     starts: Tensor | None = None,
     prefix: Prefix | None = None,
     shape: tuple[int, int, int] | None = None,
+    raw: Raw | None = None,
     early: bool = False,
 ) -> None:
     """Write the attention of one row a request to `out` [T, Hq, D].
@@ -201,7 +234,8 @@ def decode(
     q [T, Hq, D]; cache [2, blocks, Hkv, size, D]; tables [B, P] int32; lens [B] int32, this row included. Row i is
     request i's, or, with `requests` [n] int32 and `starts` [B + 1] int32, only those requests have rows here.
     `counters` are int32 zeros, one a request and KV head, and zeros again afterwards. `prefix` holds the same rows'
-    attention to what they share; there is no window then.
+    attention to what they share; there is no window then. With `raw`, q is the front of [T, Hq + 2 Hkv, D] as it comes
+    from the projection: heads are prepared, k and v stored here; neither `requests` nor `prefix` goes with it.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
@@ -211,19 +245,27 @@ def decode(
     block_d = triton.next_power_of_2(dim)
     assert count * kv_heads <= len(counters)
     assert prefix is None or window is None
+    assert raw is None or (prefix is None and requests is None)
     acc = stats = counters
     if splits > 1:
         acc = q.new_empty(count * kv_heads * splits * rows * block_d, dtype=torch.float32)
         stats = q.new_empty(count * kv_heads * splits * rows * 2, dtype=torch.float32)
     shared = (counters, counters, counters) if prefix is None else (prefix.tokens, prefix.acc, prefix.stats)
+    norms = angles = None
+    if raw is not None:
+        norms, angles = raw.norms, raw.angles
+    q_weight, k_weight, eps = norms or (q, q, 0.0)
     keys, warps, stages = shape or shape_of(block_d, q.element_size())
     side, block, head, _, _ = cache.stride()
     launch(
         _decode, (count, kv_heads, splits), q, cache, out, acc, stats, counters, tables, lens,
         lens if starts is None else starts, lens if requests is None else requests, *shared,
+        q_weight, k_weight, *(angles or (q, q)), lens if raw is None else raw.slots,
         q.stride(0), q.stride(1), tables.stride(0), cache.shape[3], side, block, head,
         scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group, prefix.splits if prefix else 1,
+        eps,
         ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=max(1, MIN_KEYS // keys),
-        CAP=softcap is not None, CHOSEN=requests is not None, SHARED=prefix is not None, EARLY=early,
+        CAP=softcap is not None, CHOSEN=requests is not None, SHARED=prefix is not None,
+        RAW=raw is not None, NORM=norms is not None, ROTATE=angles is not None, EARLY=early,
         num_warps=warps, num_stages=stages, **launch_options(early),
     )  # fmt: skip

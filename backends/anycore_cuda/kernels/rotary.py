@@ -1,4 +1,7 @@
-"""Between the projection and attention, in one pass: norms of q and k heads, rotation, storing k and v in the cache."""
+"""Between the projection and attention, in one pass: norms of q and k heads, rotation, storing k and v in the cache.
+
+Steps that only decode need no pass for it: `decode.py` does it on the way.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,30 @@ from anycore_cuda.kernels.launch import launch
 TOKENS = 16
 FEW = 64
 """Up to so many rows each has programs of its own: nothing is short but time."""
+
+
+@triton.jit
+def prepared(
+    head_ptr, known, weight_ptr, cos_ptr, sin_ptr, eps,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """What `_prepare` makes of some heads [N, BLOCK_D] of one row, given where each begins and the row's angles."""
+    at = tl.arange(0, BLOCK_D)
+    other = (at + DIM // 2) % DIM  # what each number is turned with
+    inside = known[:, None] & (at < DIM)[None, :]
+    x = tl.load(head_ptr[:, None] + at[None, :], mask=inside, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    y = tl.load(head_ptr[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None]
+        x = (x * scale * tl.load(weight_ptr + at, mask=at < DIM, other=0.0)[None, :]).to(dtype).to(tl.float32)
+        y = (y * scale * tl.load(weight_ptr + other, mask=at < DIM, other=0.0)[None, :]).to(dtype).to(tl.float32)
+    if ROTATE:
+        cos = tl.load(cos_ptr + at % (DIM // 2), mask=at < DIM, other=0.0)
+        sin = tl.load(sin_ptr + at % (DIM // 2), mask=at < DIM, other=0.0)
+        x = x * cos[None, :] + y * tl.where(at < DIM // 2, -sin, sin)[None, :]
+    return x.to(dtype)
 
 
 @triton.jit(do_not_specialize=["rows"])
