@@ -145,7 +145,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     top: list[tuple[int, float]] = []  # (id, logprob), most likely first
 
 
-class Delta(msgspec.Struct, kw_only=True):
+class Delta(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What one step added to one sequence of a request. The last one carries `finish`."""
 
     id: str  # of the request

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
@@ -37,6 +36,9 @@ class Owner(Protocol):
 class Stream:
     """The deltas of one request, in order, until every sequence has finished.
 
+    What arrives while nobody takes it becomes one delta a sequence: a front that falls behind sends fewer, longer
+    pieces and catches up.
+
     Use it as `async with client.submit(request) as stream`, then `async for delta in stream`. An error of the engine
     is raised as the AnycoreError whose envelope the client should see.
     """
@@ -45,7 +47,7 @@ class Stream:
         self.request = request
         self._owner = owner
         self._arrived = asyncio.Event()
-        self._deltas: deque[Delta] = deque()
+        self._deltas: dict[int, Delta] = {}  # what has arrived and was not taken yet, by sequence
         self._error: AnycoreError | None = None
         self._admitted = False
         self._open = set(range(request.sampling.n if request.sampling else 1))
@@ -59,7 +61,7 @@ class Stream:
     def stop(self, index: int = 0) -> None:
         """End one sequence here (a stop string was found), and in the engine."""
         self._open.discard(index)
-        self._deltas = deque(delta for delta in self._deltas if delta.index != index)
+        self._deltas.pop(index, None)
         if not self._recorded:
             self._owner.abort(self.request.id, index)
             if not self._open:
@@ -90,7 +92,7 @@ class Stream:
             if not self._open or self._recorded:
                 raise StopAsyncIteration
             await self._wait()
-        return self._deltas.popleft()
+        return self._deltas.pop(next(iter(self._deltas)))
 
     async def _wait(self) -> None:
         self._arrived.clear()
@@ -118,7 +120,8 @@ class Stream:
                 self._owner.observer.token_after(now - self._last[delta.index])
             self._first = self._first or now
             self._last[delta.index] = now
-        self._deltas.append(delta)
+        earlier = self._deltas.get(delta.index)
+        self._deltas[delta.index] = delta if earlier is None else joined(earlier, delta)
         if delta.finish:
             self._open.discard(delta.index)
             if not self._open:
@@ -158,6 +161,19 @@ class Stream:
             total_seconds=now - self._submitted,
         )
         self._owner.observer.finished(record, request)
+
+
+def joined(earlier: Delta, later: Delta) -> Delta:
+    """Make one delta of two that follow each other in a sequence."""
+    if later.logprobs is not None:
+        later.logprobs = [*(earlier.logprobs or ()), *later.logprobs]
+    else:
+        later.logprobs = earlier.logprobs
+    later.token_ids = earlier.token_ids + later.token_ids
+    later.prompt_logprobs = earlier.prompt_logprobs or later.prompt_logprobs
+    later.cached_tokens = max(earlier.cached_tokens, later.cached_tokens)
+    later.queue_seconds = max(earlier.queue_seconds, later.queue_seconds)
+    return later
 
 
 _KINDS: dict[str, type[AnycoreError]] = {
