@@ -29,6 +29,7 @@ from anycore.models import companions, families
 from anycore.models.source import Source
 from anycore.server.app import create_app
 from anycore.server.metrics import Metrics
+from anycore_ascend.versions import RELEASES
 
 ROOT = Path(__file__).parent.parent
 PART = re.compile(r"(<!-- begin ([\w-]+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
@@ -173,6 +174,11 @@ def matrix(*columns: str) -> Callable[[], str]:
     return part
 
 
+def ascend_versions() -> str:
+    rows = [(row.cann, f"{row.driver} or newer", row.pythons, ", ".join(row.torch_npu)) for row in RELEASES]
+    return table(("CANN", "driver (Ascend HDK)", "Python", "torch_npu built for it"), rows)
+
+
 def refusal() -> str:
     """What a need that no row covers is answered with."""
     need = Need(Task.GENERATE, "causal", "LlamaForCausalLM", "float16", head_dim=64)
@@ -231,6 +237,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "matrix": matrix("tasks", "attention", "weights", "block_sizes", "features", "chips", "level", "note"),
     "matrix-short": matrix("tasks", "attention", "weights", "chips", "level", "note"),
     "refusal": refusal,
+    "ascend-versions": ascend_versions,
     "architectures": architectures,
 }
 
