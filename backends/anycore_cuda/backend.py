@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from anycore.contract.backend import Backend, Limits, StepFn, StepOutput
+from anycore.contract.backend import Backend, Limits, StepFn, StepOutput, WholeStep
 from anycore.contract.graphs import GraphStep, Replay
 from anycore.errors import PluginError
 from anycore_cuda.memory import CudaMemory
@@ -34,7 +34,7 @@ class CudaBackend(Backend):
         super().__init__(device, memory, CudaOps(memory, processors, early))
         self._pool: Any = None  # a handle of torch's
 
-    def optimize(self, step: StepFn, limits: Limits) -> StepFn:
+    def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         if limits.block_size == 0:  # nothing decodes
             return step
         return GraphStep(step, self.ops, limits, self.device, self._capture)

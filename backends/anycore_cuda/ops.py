@@ -13,10 +13,10 @@ from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import HeadNorms, Ops
 from anycore_cuda.kernels import attention as tiled
 from anycore_cuda.kernels import decode as single
-from anycore_cuda.kernels import gated, norm, rotary
+from anycore_cuda.kernels import edits, gated, norm, rotary
 from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
 from anycore_cuda.kernels.prefix import prefix
-from anycore_cuda.kernels.sampling import choose
+from anycore_cuda.kernels.sampling import choose, normaliser
 from anycore_cuda.plan import Plan
 
 COUNTERS = 1 << 16
@@ -155,15 +155,20 @@ class CudaOps(Ops):
         return torch.mm(x, handle.t(), out_dtype=torch.float32)
 
     def sample(self, logits: Tensor, params: Sampling) -> Samples:
-        raw = torch.log_softmax(logits, dim=-1) if params.logprobs is not None else None
+        raw = sampling.raw_of(logits, params)
         finite: Tensor | None = None
-        if params.penalties is not None or params.bias is not None or params.banned is not None:
+        if sampling.is_edited(params):
             finite = sampling.row_is_finite(logits)
-            sampling.adjust(logits, params)
+            if params.penalties is not None:
+                edits.penalise(logits, params.penalties)
+            if params.bias is not None:
+                edits.add(logits, *params.bias)
+            if params.banned is not None:
+                edits.ban(logits, *params.banned)
         filters = () if params.all_greedy else (params.top_k, params.top_p, params.min_p)
-        ids, fine = choose(logits, params.temperature, params.uniforms, *filters)
+        ids, fine = choose(logits, params.temperature, params.uniforms, *filters, early=self.early)
         samples = Samples(ids=ids, finite=fine if finite is None else finite)
         if raw is not None and params.logprobs is not None:
-            report = sampling.report(raw, ids, params.logprobs)
+            report = sampling.report(raw, ids, params.logprobs, normaliser(raw))
             samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs = report
         return samples

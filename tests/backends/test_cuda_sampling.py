@@ -59,7 +59,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("capacity", [kernels.CAPACITY, 16])  # all in registers at once, or after several passes
+@pytest.mark.parametrize("capacity", [kernels.CAPACITY, 16])  # fits into registers at once, or after several passes
 def test_what_stays_is_what_the_definition_keeps(
     filters: tuple[int | None, float | None, float | None],
     shape: str,
@@ -124,5 +124,5 @@ def test_rows_that_are_not_finite_are_reported() -> None:
         assert ids.max() < 190
 
 
-def test_the_kit_finds_nothing_wrong() -> None:
-    checks.check_sampling(interpreted())
+def test_edits_are_those_of_the_contract() -> None:
+    checks.check_edits(interpreted())

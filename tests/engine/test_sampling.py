@@ -9,7 +9,7 @@ import pytest
 import torch
 from sequences import sequence
 
-from anycore.contract.batch import Penalties, Sampling
+from anycore.contract.batch import IN_PROMPT, Penalties, Sampling
 from anycore.contract.sampling import filtered, penalised, sample
 from anycore.engine.request import SamplingParams
 from anycore.engine.sampler import Sampler, draws, mixed_seeds
@@ -107,7 +107,7 @@ def test_o02_values_out_of_range_name_their_field(field: str, value: object) -> 
 def row(**params: object):
     """A sequence about to sample its first token."""
     request = sequence(0, [1, 2], **params)  # type: ignore[arg-type]
-    request.num_pending = 1
+    request.num_pending, request.seat = 1, 0
     return request
 
 
@@ -164,12 +164,12 @@ def test_uniform_numbers_are_spread_and_repeatable() -> None:
 
 
 def penalties(seen: list[int], **values: float) -> Penalties:
-    mask = torch.zeros(1, 4, dtype=torch.bool)
-    mask[0, seen] = True
+    counts = torch.tensor([[9, 9, 9, 9], [2, 1, 0, 0]], dtype=torch.int32)
+    counts[1, seen] += IN_PROMPT
     return Penalties(
         rows=torch.tensor([0]),
-        output_counts=torch.tensor([[2, 1, 0, 0]], dtype=torch.int32),
-        seen=mask,
+        counts=counts,
+        places=torch.tensor([1]),
         repetition=torch.tensor([values.get("repetition", 1.0)]),
         presence=torch.tensor([values.get("presence", 0.0)]),
         frequency=torch.tensor([values.get("frequency", 0.0)]),
@@ -191,8 +191,7 @@ def test_s05_repetition_counts_the_prompt_at_the_first_step_and_presence_does_no
     request = row(repetition_penalty=2.0, presence_penalty=1.0)  # prompt 1, 2
     sampling = sampler.prepare([request])
     assert sampling.penalties is not None
-    assert sampling.penalties.seen.tolist() == [[False, True, True, False]]
-    assert sampling.penalties.output_counts.sum() == 0
+    assert sampling.penalties.counts.tolist() == [[0, IN_PROMPT, IN_PROMPT, 0]]
 
 
 def test_s05_counts_grow_with_what_was_sampled() -> None:
@@ -202,7 +201,7 @@ def test_s05_counts_grow_with_what_was_sampled() -> None:
         sampler.observe([request], sample(torch.tensor([[0.0, 0.0, 0.0, 9.0]]), sampler.prepare([request])))
     sampling = sampler.prepare([request])
     assert sampling.penalties is not None
-    assert sampling.penalties.output_counts.tolist() == [[0, 0, 0, 3]]
+    assert sampling.penalties.counts.tolist() == [[0, IN_PROMPT, IN_PROMPT, 3]]
 
 
 def test_s06_bias_forbids_and_forces_and_stays_in_its_row() -> None:

@@ -114,8 +114,8 @@ def _collect(row_ptr, live_ptr, kept_ptr, live, low, high, vocab, SPAN: tl.const
 
 @triton.jit
 def _search(
-    row_ptr, live_ptr, kept_ptr, live, low, wanted, best, temperature, vocab,
-    BY_MASS: tl.constexpr, SPAN: tl.constexpr, CAPACITY: tl.constexpr,
+    row_ptr, live_ptr, kept_ptr, live, low, wanted, by_mass, best, temperature, vocab,
+    SPAN: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """The largest key, from `low` on, whose ids and better ones reach `wanted` in mass or number; else `low`."""
     high = _key(best).to(tl.int64) + 1
@@ -127,9 +127,8 @@ def _search(
     while again:
         step = tl.maximum((high - low) // MARKS, 1)
         marks = tl.minimum(low + step * (index + 1), high)
-        number, weight = _weigh(row_ptr, live_ptr, live, marks.to(tl.int32), best, temperature, vocab, SPAN, MARKS)
-        if not BY_MASS:
-            weight = number.to(tl.float32)
+        number, mass = _weigh(row_ptr, live_ptr, live, marks.to(tl.int32), best, temperature, vocab, SPAN, MARKS)
+        weight = tl.where(by_mass, mass, number.to(tl.float32))
         passed = tl.sum((weight >= wanted).to(tl.int32))
         if passed < MARKS:
             high = tl.sum(tl.where(index == passed, marks, 0))
@@ -140,7 +139,7 @@ def _search(
             reached = tl.sum(tl.where(index == passed - 1, number, 0))
         again = (reached - above > CAPACITY) & (high - low > 1)
     keys = _collect(row_ptr, live_ptr, kept_ptr, live, low, high, vocab, SPAN, CAPACITY)
-    each = mass_of(_value(keys), best, temperature) if BY_MASS else tl.full([CAPACITY], 1.0, tl.float32)
+    each = tl.where(by_mass, mass_of(_value(keys), best, temperature), 1.0)
     while high - low > 1:
         middle = (low + high) >> 1
         weight = beyond + tl.sum(tl.where(keys >= middle, each, 0.0))
@@ -172,23 +171,20 @@ def draw_filtered(
     limit = low  # what lies above stays, and of what equals it the first `ties`
     ties = vocab
     total = tl.sum(masses)
-    if k < vocab:
-        limit = _search(
-            row_ptr, live_ptr, kept_ptr, live, low, k.to(tl.float32), best, temperature, vocab, False, SPAN, CAPACITY
-        )
-        above, equal, mass = _around(row_ptr, live_ptr, live, limit, best, temperature, vocab, SPAN)
-        ties = tl.minimum(k - above, equal)
-        total = mass + ties * mass_of(_value(limit.to(tl.int32)), best, temperature)
-    if p < 1.0:
-        wanted = tl.maximum(p * total, LEAST)
-        found = _search(
-            row_ptr, live_ptr, kept_ptr, live, limit, wanted, best, temperature, vocab, True, SPAN, CAPACITY
-        )
-        above, equal, mass = _around(row_ptr, live_ptr, live, found, best, temperature, vocab, SPAN)
-        one = mass_of(_value(found.to(tl.int32)), best, temperature)
-        fit = tl.maximum(tl.ceil(tl.minimum((wanted - mass) / one, equal * 1.0)).to(tl.int32), 1)
-        ties = tl.where(found == limit, tl.minimum(ties, fit), fit)
-        limit = found
+    for stage in range(2):
+        by_mass = stage == 1  # top-p, of what top-k has left
+        if (by_mass & (p < 1.0)) | ((stage == 0) & (k < vocab)):
+            wanted = tl.where(by_mass, tl.maximum(p * total, LEAST), k.to(tl.float32))
+            found = _search(
+                row_ptr, live_ptr, kept_ptr, live, limit, wanted, by_mass, best, temperature, vocab, SPAN, CAPACITY
+            )
+            above, equal, mass = _around(row_ptr, live_ptr, live, found, best, temperature, vocab, SPAN)
+            one = mass_of(_value(found.to(tl.int32)), best, temperature)
+            fit = tl.where(by_mass, tl.ceil((wanted - mass) / one), (k - above).to(tl.float32))
+            fit = tl.maximum(tl.minimum(fit, equal.to(tl.float32)).to(tl.int32), 1)
+            ties = tl.where(found == limit, tl.minimum(ties, fit), fit)
+            limit = found
+            total = mass + ties * one
     least = _key(best + temperature * tl.log(tl.maximum(floor, LEAST))).to(tl.int64)
     ties = tl.where(least > limit, vocab, ties)
     limit = tl.maximum(limit, least)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from anycore.contract.sampling import GREEDY_BELOW
+from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.filters import CAPACITY, draw_filtered, mass_of
 from anycore_cuda.kernels.launch import launch
 
@@ -25,8 +26,10 @@ WARPS = 16
 @triton.jit
 def _spans(
     logits_ptr, temperature_ptr, best_ptr, mass_ptr, stride, vocab, spans, greedy_below,
-    SPAN: tl.constexpr, SPANS: tl.constexpr,
+    SPAN: tl.constexpr, SPANS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
+    wait(EARLY)
     # Largest logit of each span, and the span's mass relative to it. NaN counts as infinity.
     row = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1) * SPANS + tl.arange(0, SPANS)
@@ -59,13 +62,14 @@ def _draw(row_ptr, bests, masses, best, temperature, uniform, fallback, vocab, S
     return tl.where(found >= 0, found, fallback)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["filters"])
 def _choose(
     logits_ptr, temperature_ptr, uniform_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, mass_ptr, live_ptr, kept_ptr,
-    ids_ptr, finite_ptr, stride, vocab, spans, greedy_below,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
-    SPAN: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr,
+    ids_ptr, finite_ptr, stride, vocab, spans, greedy_below, filters,
+    FILTERED: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride
     span = tl.arange(0, WIDTH)
@@ -82,27 +86,48 @@ def _choose(
         masses = tl.load(mass_ptr + row * spans + span, mask=span < spans, other=0.0)
         masses = tl.where(bests == float("-inf"), 0.0, masses * mass_of(bests, best, temperature))
         uniform = tl.load(uniform_ptr + row)
-        k = vocab
-        p = tl.full([], 1.0, tl.float32)
-        floor = tl.full([], 0.0, tl.float32)
-        if TOP_K:
-            k = tl.minimum(tl.maximum(tl.load(top_k_ptr + row), 1), vocab).to(tl.int32)
-        if TOP_P:
-            p = tl.load(top_p_ptr + row)
-        if MIN_P:
-            floor = tl.load(min_p_ptr + row)
-        filtered = False
-        if TOP_K or TOP_P or MIN_P:
-            filtered = (k < vocab) | (p < 1.0) | (floor > 0.0)
-        if filtered:
-            chosen = draw_filtered(
-                row_ptr, live_ptr + row * spans, kept_ptr + row * CAPACITY, bests, masses, best, temperature, uniform,
-                k, p, floor, chosen, vocab, SPAN, WIDTH, CAPACITY,
-            )  # fmt: skip
+        if FILTERED:
+            k = vocab
+            p = tl.full([], 1.0, tl.float32)
+            floor = tl.full([], 0.0, tl.float32)
+            if filters & 1 != 0:
+                k = tl.minimum(tl.maximum(tl.load(top_k_ptr + row), 1), vocab).to(tl.int32)
+            if filters & 2 != 0:
+                p = tl.load(top_p_ptr + row)
+            if filters & 4 != 0:
+                floor = tl.load(min_p_ptr + row)
+            if (k < vocab) | (p < 1.0) | (floor > 0.0):
+                chosen = draw_filtered(
+                    row_ptr, live_ptr + row * spans, kept_ptr + row * CAPACITY, bests, masses, best, temperature,
+                    uniform, k, p, floor, chosen, vocab, SPAN, WIDTH, CAPACITY,
+                )  # fmt: skip
+            else:
+                chosen = _draw(row_ptr, bests, masses, best, temperature, uniform, chosen, vocab, SPAN, WIDTH)
         else:
             chosen = _draw(row_ptr, bests, masses, best, temperature, uniform, chosen, vocab, SPAN, WIDTH)
     tl.store(ids_ptr + row, chosen.to(tl.int64))
     tl.store(finite_ptr + row, finite)
+
+
+def normaliser(logits: Tensor) -> Tensor:
+    """[R, V] → [R]: the logarithm of each row's sum of exponents."""
+    ones = logits.new_ones(len(logits))
+    best, mass = _spans_of(logits, ones, early=False)
+    top = best.amax(1, keepdim=True)
+    return top[:, 0] + (mass * torch.exp(best - top)).sum(1).log()
+
+
+def _spans_of(logits: Tensor, temperature: Tensor, early: bool) -> tuple[Tensor, Tensor]:
+    """Largest logit and relative mass of each span, both [R, spans]."""
+    rows, vocab = logits.shape
+    spans = triton.cdiv(vocab, SPAN)
+    best, mass = logits.new_empty(2, rows, spans, dtype=torch.float32).unbind(0)
+    launch(
+        _spans, (rows, triton.cdiv(spans, SPANS)),
+        logits, temperature, best, mass, logits.stride(0), vocab, spans, GREEDY_BELOW,
+        SPAN=SPAN, SPANS=SPANS, EARLY=early, num_warps=8, **launch_options(early),
+    )  # fmt: skip
+    return best, mass
 
 
 def choose(
@@ -112,31 +137,28 @@ def choose(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Greedy where the temperature is 0, else a draw from what top-k, then top-p, then min-p leave; equal logits are
     kept in the order of ids. Returns ids and `finite`, both [R].
     """
     rows, vocab = logits.shape
-    spans = triton.cdiv(vocab, SPAN)
-    best, mass = logits.new_empty(2, rows, spans, dtype=torch.float32).unbind(0)
+    best, mass = _spans_of(logits, temperature, early)
+    spans = best.shape[1]
     ids = logits.new_empty(rows, dtype=torch.int64)
     finite = logits.new_empty(rows, dtype=torch.bool)
-    launch(
-        _spans, (rows, triton.cdiv(spans, SPANS)),
-        logits, temperature, best, mass, logits.stride(0), vocab, spans, GREEDY_BELOW,
-        SPAN=SPAN, SPANS=SPANS, num_warps=8,
-    )  # fmt: skip
+    filters = (top_k is not None) + 2 * (top_p is not None) + 4 * (min_p is not None)
     live = kept = ids
-    off = temperature
-    if not (top_k is top_p is min_p is None):
+    if filters:
         live = logits.new_empty(rows, spans, dtype=torch.int32)
         kept = logits.new_empty(rows, CAPACITY, dtype=torch.int32)
+    # What is off has a stand-in of its type: one kernel serves all combinations, and none is compiled for a request.
     launch(
         _choose, (rows,),
-        logits, temperature, uniforms,
-        off if top_k is None else top_k, off if top_p is None else top_p, off if min_p is None else min_p,
-        best, mass, live, kept, ids, finite, logits.stride(0), vocab, spans, GREEDY_BELOW,
-        TOP_K=top_k is not None, TOP_P=top_p is not None, MIN_P=min_p is not None,
-        SPAN=SPAN, WIDTH=max(16, triton.next_power_of_2(spans)), CAPACITY=CAPACITY, num_warps=WARPS,
+        logits, temperature, uniforms, ids if top_k is None else top_k,
+        temperature if top_p is None else top_p, temperature if min_p is None else min_p,
+        best, mass, live, kept, ids, finite, logits.stride(0), vocab, spans, GREEDY_BELOW, filters,
+        FILTERED=filters > 0, SPAN=SPAN, WIDTH=max(16, triton.next_power_of_2(spans)), CAPACITY=CAPACITY,
+        EARLY=early, num_warps=WARPS, **launch_options(early),
     )  # fmt: skip
     return ids, finite

@@ -14,7 +14,7 @@ from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import Ops
 from anycore.contract.sizes import KVSpec, Limits
 
-__all__ = ["Backend", "Download", "KVSpec", "Limits", "Memory", "Peak", "StepFn", "StepOutput"]
+__all__ = ["Backend", "Download", "KVSpec", "Limits", "Memory", "Peak", "StepFn", "StepOutput", "WholeStep"]
 
 
 Download = Callable[[], "list[Tensor]"]
@@ -88,6 +88,20 @@ StepFn = Callable[[Batch, "Sampling | None"], StepOutput]
 """One whole step: embedding, layers, output rows and, if `Sampling` is given, logits and sampling."""
 
 
+@dataclass(frozen=True)
+class WholeStep:
+    """The step function that backends are given. Its parts are there for those that treat them apart."""
+
+    forward: Callable[[Batch], Tensor]  # hidden rows of `batch.output_rows`, the sampled ones first
+    sample: Callable[[Tensor, Sampling], Samples]  # from sampled rows: logits, then ids
+
+    def __call__(self, batch: Batch, sampling: Sampling | None) -> StepOutput:
+        rows = self.forward(batch)
+        if sampling is None:
+            return StepOutput(rows)
+        return StepOutput(rows, self.sample(rows[: len(sampling.temperature)], sampling))
+
+
 class Backend:
     """A device that is open. The defaults make any torch device right, not fast."""
 
@@ -102,7 +116,7 @@ class Backend:
         self.ops = ops
         self.fallbacks: dict[str, int] = {}  # operation the device lacks -> calls that a slower stand-in computed
 
-    def optimize(self, step: StepFn, limits: Limits) -> StepFn:
+    def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         """Return a faster function that gives equal results (a captured graph, say). Default: `step` itself."""
         return step
 

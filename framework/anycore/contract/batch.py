@@ -90,14 +90,21 @@ class Sampling:
     all_greedy: bool = False  # host hint: every temperature is 0
 
 
+IN_PROMPT = 1 << 30
+"""What an id of the prompt has in `Penalties.counts` beside the number of times it was generated."""
+
+
 @dataclass
 class Penalties:
-    """Penalties of the rows in `rows` ([K] int64); counts and masks are [K, V]."""
+    """Penalties of the rows in `rows` ([K] int64), each with what it has seen in a row of a table.
+
+    The table is the sampler's, which keeps it up to date in place; operations only read it.
+    """
 
     rows: Tensor
-    output_counts: Tensor  # int32: how often each id was generated
-    seen: Tensor  # bool: ids in prompt or output, for the repetition penalty
-    repetition: Tensor  # [K] float32; 1 means off
+    counts: Tensor  # [S, V] int32: how often each id was generated, and IN_PROMPT for ids of the prompt
+    places: Tensor  # [K] int64: rows of `counts`
+    repetition: Tensor  # [K] float32, for ids in prompt or output; 1 means off
     presence: Tensor  # [K] float32; 0 means off
     frequency: Tensor  # [K] float32; 0 means off
 

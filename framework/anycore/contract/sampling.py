@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anycore.contract.batch import Penalties, Samples, Sampling
+from anycore.contract.batch import IN_PROMPT, Penalties, Samples, Sampling
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them only overflows."""
@@ -20,13 +20,25 @@ DRAWN_ROWS = 64
 def sample(logits: Tensor, params: Sampling) -> Samples:
     """Choose one id a row from logits [R, V] float32 (overwritten). The draw depends on the row alone."""
     finite = row_is_finite(logits)
-    raw = torch.log_softmax(logits, dim=-1) if params.logprobs is not None else None
+    raw = raw_of(logits, params)
     adjust(logits, params)
     ids = logits.argmax(-1) if params.all_greedy else draw(logits, params)
     samples = Samples(ids=ids, finite=finite)
     if raw is not None and params.logprobs is not None:
         samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs = report(raw, ids, params.logprobs)
     return samples
+
+
+def is_edited(params: Sampling) -> bool:
+    """Whether `adjust` changes logits."""
+    return not (params.penalties is params.bias is params.banned is None)
+
+
+def raw_of(logits: Tensor, params: Sampling) -> Tensor | None:
+    """The logits that log-probabilities are of, out of the way of `adjust`; None if nobody wants any."""
+    if params.logprobs is None:
+        return None
+    return logits.clone() if is_edited(params) else logits
 
 
 def row_is_finite(logits: Tensor) -> Tensor:
@@ -49,11 +61,13 @@ def penalised(logits: Tensor, p: Penalties) -> Tensor:
     """[K, V] → [K, V]. Repetition divides positive and multiplies negative logits (Keskar et al., 2019, as in
     transformers) of ids in prompt or output; presence and frequency count generated ids only (OpenAI's formula).
     """
+    counts = p.counts[p.places]
+    generated = counts & (IN_PROMPT - 1)
     factor = p.repetition[:, None]
     repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = torch.where(p.seen, repeated, logits)
-    logits = logits - p.frequency[:, None] * p.output_counts
-    return logits - p.presence[:, None] * (p.output_counts > 0)
+    logits = torch.where(counts > 0, repeated, logits)
+    logits = logits - p.frequency[:, None] * generated
+    return logits - p.presence[:, None] * (generated > 0)
 
 
 def draw(logits: Tensor, params: Sampling) -> Tensor:
@@ -109,11 +123,19 @@ def filtered(scaled: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: 
     return probs
 
 
-def report(raw: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return logprob and rank of `ids` [R] in log-probabilities `raw` [R, V], and the `count` most likely ids."""
+def report(
+    raw: Tensor, ids: Tensor, count: int, normaliser: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return logprob and rank of `ids` [R] by logits `raw` [R, V], and the `count` most likely ids.
+
+    `normaliser` [R] is the logarithm of each row's sum of exponents, where it is known.
+    """
+    if normaliser is None:
+        normaliser = raw.logsumexp(-1)
     chosen = raw.gather(1, ids[:, None])
     ranks = (raw > chosen).sum(-1) + 1
+    logprobs = chosen[:, 0] - normaliser
     if count == 0:
-        return chosen[:, 0], ranks, None, None
+        return logprobs, ranks, None, None
     top = raw.topk(min(count, raw.shape[-1]), dim=-1)
-    return chosen[:, 0], ranks, top.indices, top.values
+    return logprobs, ranks, top.indices, top.values - normaliser[:, None]

@@ -5,6 +5,7 @@ Every draw is a function of (seed, sequence, position) alone, so batch mates, ch
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from anycore.contract.backend import Memory
-from anycore.contract.batch import Penalties, Samples, Sampling
+from anycore.contract.batch import IN_PROMPT, Penalties, Samples, Sampling
 from anycore.contract.sampling import GREEDY_BELOW
 from anycore.engine.request import Request, SamplingParams
 
@@ -27,8 +28,6 @@ class SamplerState:
     numbers: tuple[float, float, float, float]  # temperature, top_k, top_p, min_p
     seed: int  # of the request and the sequence, mixed
     plain: bool  # nothing but these matters
-    counts: Tensor | None = None  # [V] int32: how often each id was generated
-    seen: Tensor | None = None  # [V] bool: ids in prompt or output
     forbidden: Tensor | None = None  # int64 ids outside allowed_token_ids
 
 
@@ -64,7 +63,7 @@ class Group:
     sampling: Sampling
     seeds: Words  # [R]: seed and sequence, mixed
     positions: Words  # [R]: of the token about to be sampled, within the output
-    steady: bool  # only the draws change from step to step
+    lasts: float  # further steps in which only the draws change
 
 
 class Sampler:
@@ -76,18 +75,23 @@ class Sampler:
         device: torch.device,
         memory: Memory | None = None,
         draw_dtype: torch.dtype = torch.float64,
+        seats: int = 1,
     ) -> None:
+        """`seats` is the most requests that run at a time."""
         self.vocab = vocab
         self.device = device
         self.draw_dtype = draw_dtype
         self.memory = memory or Memory(device)
         self._group: Group | None = None
+        self._counts: Tensor | None = None  # [seats, V], see `Penalties`; made when first needed
+        self._counted: list[Request | None] = [None] * seats  # whose tokens each row counts
 
     def prepare(self, requests: list[Request]) -> Sampling:
         """One row a request, in order. While requests stay the same, only their draws are made and sent anew."""
         group = self._group
-        if group is not None and group.steady and group.requests == requests:
+        if group is not None and group.lasts > 0 and group.requests == requests and self._are_counted(group):
             group.positions += np.uint64(1)
+            group.lasts -= 1
         else:
             group = self._group = self._new_group(requests)
         if not group.sampling.all_greedy:
@@ -105,16 +109,14 @@ class Sampler:
     def _new_group(self, requests: list[Request]) -> Group:
         states: list[SamplerState] = [request.sampler or self._state(request) for request in requests]
         sampling = self._numbers(states)
-        steady = all(state.plain for state in states)
-        if not steady:
+        lasts = math.inf
+        if not all(state.plain for state in states):
             sampling = self._extras(requests, sampling)
-            # Ids are banned at some steps and not at others: after words, and before the least number of tokens.
-            steady = sampling.penalties is None and sampling.banned is None
-            steady = steady and not any(_params(request).bad_words_ids for request in requests)
+            lasts = min(map(_lasts, requests))
         seeds = np.array([state.seed for state in states], dtype=np.uint64)
         # What `num_output` says, for many requests at every change among them.
         positions = [len(r.tokens) + r.num_pending - r.num_prompt for r in requests]
-        return Group(requests, sampling, seeds, np.array(positions, dtype=np.uint64), steady)
+        return Group(requests, sampling, seeds, np.array(positions, dtype=np.uint64), lasts)
 
     def _numbers(self, states: list[SamplerState]) -> Sampling:
         """What every row has: temperature, and the filters that any row asks for."""
@@ -153,37 +155,44 @@ class Sampler:
         """Count what was sampled, on the device and without waiting for it."""
         if self._group is None or self._group.sampling.penalties is None:
             return
-        for row, request in enumerate(requests):
-            state: SamplerState | None = request.sampler
-            if state is not None and state.counts is not None and state.seen is not None:
-                chosen = samples.ids[row : row + 1]
-                state.counts.index_add_(0, chosen, torch.ones_like(chosen, dtype=torch.int32))
-                state.seen.index_fill_(0, chosen, True)
+        penalties = self._group.sampling.penalties
+        at = penalties.places * self.vocab + samples.ids[penalties.rows]
+        penalties.counts.view(-1).index_add_(0, at, torch.ones_like(at, dtype=torch.int32))
 
     def _penalties(self, requests: list[Request], params: list[SamplingParams]) -> Penalties | None:
         rows = [i for i, p in enumerate(params) if _is_penalised(p)]
         if not rows:
             return None
-        states = [self._counted(requests[i]) for i in rows]
+        if self._counts is None:
+            shape = len(self._counted), self.vocab
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        for i in rows:
+            self._count(requests[i], self._counts)
         chosen = [params[i] for i in rows]
         return Penalties(
             rows=self._longs(rows),
-            output_counts=torch.stack([counts for counts, _ in states]),
-            seen=torch.stack([seen for _, seen in states]),
+            counts=self._counts,
+            places=self._longs([requests[i].seat for i in rows]),
             repetition=self._floats([p.repetition_penalty for p in chosen]),
             presence=self._floats([p.presence_penalty for p in chosen]),
             frequency=self._floats([p.frequency_penalty for p in chosen]),
         )
 
-    def _counted(self, request: Request) -> tuple[Tensor, Tensor]:
-        """The sequence's counts, made from its tokens at the first sample and kept up to date by `observe`."""
-        state = self._state(request)
-        if state.counts is None or state.seen is None:
-            output = self._longs(request.tokens[request.num_prompt :])
-            state.counts = torch.bincount(output, minlength=self.vocab).to(torch.int32)
-            state.seen = torch.zeros(self.vocab, dtype=torch.bool, device=self.device)
-            state.seen[self._longs(request.tokens)] = True
-        return state.counts, state.seen
+    def _count(self, request: Request, counts: Tensor) -> None:
+        """Count the sequence's tokens in the row of its seat, at its first sample there; `observe` goes on."""
+        if self._counted[request.seat] is request:
+            return
+        self._counted[request.seat] = request
+        row = counts[request.seat]
+        output = self._longs(request.tokens[request.num_prompt :])
+        row.copy_(torch.bincount(output, minlength=self.vocab))
+        row[self._longs(sorted(set(request.tokens[: request.num_prompt])))] += IN_PROMPT
+
+    def _are_counted(self, group: Group) -> bool:
+        """Whether penalised requests still have the seats that their counts are in."""
+        if group.sampling.penalties is None:
+            return True
+        return all(self._counted[r.seat] is r for r in group.requests if _is_penalised(_params(r)))
 
     def _bias(self, params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor] | None:
         triples = [(row, i, value) for row, p in enumerate(params) for i, value in p.logit_bias.items()]
@@ -246,6 +255,14 @@ def _params(request: Request) -> SamplingParams:
 
 def _is_penalised(p: SamplingParams) -> bool:
     return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+
+def _lasts(request: Request) -> float:
+    """For how many further steps the request's bans stay what they are: not after words, and up to its least tokens."""
+    p = _params(request)
+    if p.bad_words_ids:
+        return 0
+    return p.min_tokens - request.num_output if p.min_tokens >= request.num_output else math.inf
 
 
 def _completes(word: tuple[int, ...], request: Request) -> bool:
