@@ -280,6 +280,30 @@ def forgets_bans(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
     return sampling.sample(logits, replace(params, banned=None))
 
 
+def forgets_penalties(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
+    return sampling.sample(logits, replace(params, penalties=None))
+
+
+def first_places(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
+    """Takes the first rows of the table of counts."""
+    p = params.penalties
+    assert p is not None
+    penalties = replace(p, places=torch.arange(len(p.places)) % len(p.counts))
+    return sampling.sample(logits, replace(params, penalties=penalties))
+
+
+def edited_logprobs(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
+    sampling.adjust(logits, params)
+    return sampling.sample(logits, replace(params, penalties=None, bias=None, banned=None))
+
+
+@pytest.mark.parametrize("sample", [forgets_penalties, first_places, forgets_bans, edited_logprobs])
+def test_kit_catches_wrong_edits(sample: Callable[..., Samples]) -> None:
+    checks.check_edits(backend_of(Ops()))
+    with pytest.raises(AssertionError):
+        checks.check_edits(backend_of(mutated(sample=sample)))
+
+
 @pytest.mark.parametrize("sample", [top_k_of(1), never_broken, forgets_bans])
 def test_kit_catches_wrong_sampling(sample: Callable[..., Samples]) -> None:
     checks.check_sampling(backend_of(Ops()))

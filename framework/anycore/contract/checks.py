@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anycore.contract.backend import Backend, KVSpec
-from anycore.contract.batch import Batch, Sampling
+from anycore.contract.batch import IN_PROMPT, Batch, Penalties, Sampling
 from anycore.contract.weights import DenseWeight
 
 TOLERANCE = {"float32": (1e-4, 2e-5), "bfloat16": (2e-2, 2e-2), "float16": (4e-3, 4e-3)}
@@ -467,3 +467,60 @@ def check_sampling(backend: Backend) -> None:
     close(got.logprobs[:3], raw.gather(1, got.ids[:3, None].cpu())[:, 0], "float32", "log-probabilities")
     assert got.ranks[:3].tolist() == [1, 2, 1], f"ranks {got.ranks[:3].tolist()}"
     assert torch.equal(got.top_ids[:3].cpu(), raw.topk(2).indices), "the most likely ids"
+
+
+def check_edits(backend: Backend) -> None:
+    """Penalties, biases and bans, each alone and together, in some rows among others; log-probabilities are of before.
+
+    Every row is drawn in the middle of one id's part of what its distribution should be.
+    """
+    upload = backend.memory.upload
+    ids, kinds = 7, 5
+    generator = torch.Generator().manual_seed(8)
+    logits = torch.randn(kinds, ids, generator=generator)
+    counts = torch.randint(0, 4, (6, ids), generator=generator, dtype=torch.int32)
+    counts += IN_PROMPT * torch.randint(0, 2, (6, ids), generator=generator, dtype=torch.int32)
+    penalised, places = [1, 4], [5, 2]  # kinds of rows, and their rows in the table
+    repetition, presence, frequency = torch.tensor([[1.7, 0.6], [0.5, -0.8], [0.3, 0.9]])
+    bias, banned = [(2, 3, 1.5), (4, 0, -2.0), (4, 6, 0.7)], [(3, 1), (3, 2), (4, 5)]
+
+    exact = logits.double()
+    for i, place, r, p, f in zip(penalised, places, repetition, presence, frequency, strict=True):
+        generated = counts[place] % IN_PROMPT
+        divided = torch.where(exact[i] > 0, exact[i] / r, exact[i] * r)
+        exact[i] = torch.where(counts[place] > 0, divided, exact[i]) - f * generated - p * (generated > 0)
+    for i, id_, value in bias:
+        exact[i, id_] += value
+    for i, id_ in banned:
+        exact[i, id_] = float("-inf")
+    shares = exact.softmax(-1)
+    middles = shares.cumsum(-1) - shares / 2
+
+    def column(values: Sequence[float], repeats: int = 1, dtype: torch.dtype = torch.int64) -> Tensor:
+        return upload(torch.tensor(values, dtype=dtype).repeat_interleave(repeats))
+
+    def rows(of: Sequence[int]) -> list[int]:
+        return [i * ids + target for i in of for target in range(ids)]  # one row for each id of each kind
+
+    params = Sampling(
+        temperature=upload(torch.ones(kinds * ids)),
+        uniforms=upload(middles.flatten().to(backend.ops.draw_dtype)),
+        penalties=Penalties(
+            column(rows(penalised)), upload(counts), column(places, ids),
+            *(column(values.tolist(), ids, torch.float32) for values in (repetition, presence, frequency)),
+        ),
+        bias=(
+            column(rows([i for i, _, _ in bias])), column([id_ for _, id_, _ in bias], ids),
+            column([value for _, _, value in bias], ids, torch.float32),
+        ),
+        banned=(column(rows([i for i, _ in banned])), column([id_ for _, id_ in banned], ids)),
+        logprobs=1,
+    )  # fmt: skip
+    table = logits.repeat_interleave(ids, dim=0)
+    got = backend.ops.sample(upload(table.clone()), params)
+    possible = shares.flatten() > 0
+    wanted = torch.arange(ids).repeat(kinds)[possible]
+    assert torch.equal(got.ids.cpu()[possible], wanted), f"drawn {got.ids.tolist()}, not {wanted.tolist()}"
+    assert got.logprobs is not None
+    raw = table.double().log_softmax(-1).gather(1, got.ids.cpu()[:, None])[:, 0]
+    close(got.logprobs, raw, "float32", "log-probabilities of edited rows")

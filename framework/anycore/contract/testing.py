@@ -177,6 +177,7 @@ class BackendConformance:
 
     def test_sampling(self, device: Backend) -> None:
         checks.check_sampling(device)
+        checks.check_edits(device)
 
     # --- whole tasks ---------------------------------------------------------------------------------------------
 

@@ -83,7 +83,9 @@ class Runner:
         self.task = task
         self.limits = limits
         self.kv = kv
-        self.sampler = Sampler(model.spec.vocab_size, backend.device, backend.memory, backend.ops.draw_dtype)
+        self.sampler = Sampler(
+            model.spec.vocab_size, backend.device, backend.memory, backend.ops.draw_dtype, limits.max_num_seqs
+        )
         self.builder = BatchBuilder(model.spec, backend.memory, limits, kv)
         self._rows = wanted_rows(model.spec, task)
         self._step = backend.optimize(WholeStep(model.forward, self._sample), limits)
@@ -189,7 +191,7 @@ class Runner:
         out: list[TokenLogprob] = []
         for start in range(0, len(targets), LOGIT_ROWS):
             part = targets[start : start + LOGIT_ROWS]
-            raw = torch.log_softmax(self.model.logits(hidden[start : start + LOGIT_ROWS]), dim=-1)
+            raw = self.model.logits(hidden[start : start + LOGIT_ROWS])
             ids = torch.tensor(part, dtype=torch.int64, device=raw.device)
             logprobs, ranks, top_ids, top_logprobs = report(raw, ids, alternatives)
             tops = _tops(top_ids, top_logprobs, len(part))
