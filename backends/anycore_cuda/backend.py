@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from anycore.contract.backend import Backend, Limits, StepFn, StepOutput, WholeStep
 from anycore.contract.graphs import GraphStep, Replay
 from anycore.errors import PluginError
+from anycore_cuda.kernels.launch import launch
 from anycore_cuda.memory import CudaMemory
 from anycore_cuda.ops import CudaOps
 
@@ -37,10 +39,13 @@ class CudaBackend(Backend):
     def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         if limits.block_size == 0:  # nothing decodes
             return step
-        return GraphStep(step, self.ops, limits, self.device, self._capture)
+        return GraphStep(step, self.ops, limits, self.device, self._capture, rehearsal=self._compiling)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def _compiling(self) -> AbstractContextManager[None]:
+        return launch.compiling(self.device)
 
     def _capture(self, work: Callable[[], StepOutput]) -> tuple[Replay, StepOutput]:
         """Record into memory that all graphs of this backend share: only one of them runs at a time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,8 @@ class Recorder:
         self.params = [SimpleNamespace(is_constexpr=constant) for constant in constants]
         self.compiled: list[tuple[Any, ...]] = []
         self.direct: list[tuple[Any, ...]] = []
+        self.prepared: list[tuple[Any, ...]] = []
+        self.loaded = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def ordinary(*args: Any, **constants: Any) -> Recorder:
@@ -30,6 +33,13 @@ class Recorder:
             return self
 
         return ordinary
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **constants: Any) -> Recorder:
+        self.prepared.append((grid, args, constants))
+        return self
+
+    def _init_handles(self) -> None:
+        self.loaded += 1
 
     def run(self, *args: Any) -> None:
         self.direct.append(args)
@@ -108,3 +118,22 @@ def test_other_launches_go_the_ordinary_way(launcher: Launcher, direct: bool, co
         launch(kernel, (5,), A, B, 7, 0.5, BLOCK=32)
     assert len(kernel.compiled) == 3
     assert kernel.direct == []
+
+
+def test_inside_compiling_kernels_are_prepared_once_and_nothing_runs(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.triton, "AsyncCompileMode", lambda threads: nullcontext())
+    monkeypatch.setattr(module.torch.cuda, "set_device", lambda device: None)
+    kernel, known = Recorder(), Recorder()
+    launcher(known, (5,), A, B, 7, 0.5, BLOCK=32)
+    with launcher.compiling(torch.device("cuda", 0)):
+        for _ in range(2):
+            launcher(kernel, (5,), A, B, 7, 0.5, BLOCK=32)
+            launcher(known, (5,), A, B, 7, 0.5, BLOCK=32)
+    assert kernel.prepared == [((5,), (A, B, 7, 0.5), {"BLOCK": 32})]
+    assert (kernel.loaded, kernel.compiled, kernel.direct) == (1, [], [])
+    assert (known.prepared, known.direct) == ([], [])
+    launcher(kernel, (5,), A, B, 7, 0.5, BLOCK=32)
+    launcher(known, (5,), A, B, 7, 0.5, BLOCK=32)
+    assert (len(kernel.compiled), len(known.direct)) == (1, 1)

@@ -6,8 +6,13 @@ to know of integers, and all constants and options. Calls that agree in these ru
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import triton
 
 KNOWN = triton.__version__.startswith("3.6.")
@@ -21,6 +26,7 @@ class Launcher:
     def __init__(self, direct: bool = KNOWN) -> None:
         self._direct = direct
         self._ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._compiling: dict[tuple[Any, ...], Any] | None = None  # inside `compiling`: what is under way
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Run `kernel[grid](*args, **constants)`: what varies stands in `args`, constants and options have names."""
@@ -42,6 +48,10 @@ class Launcher:
                 values.append(pointer)
         key = (kernel, *constants, *constants.values(), *kinds)
         ready = self._ready.get(key)
+        if self._compiling is not None:
+            if ready is None and key not in self._compiling:
+                self._compiling[key] = kernel.warmup(*args, grid=grid, **constants)
+            return
         if ready is None:
             compiled = kernel[grid](*args, **constants)
             if compiled is not None and self._direct and _is_split(kernel, len(args)):
@@ -50,6 +60,30 @@ class Launcher:
         run, function, metadata, stream_of, rest = ready
         x, y, z = (*grid, 1, 1)[:3]
         run(x, y, z, stream_of(device), function, metadata, None, None, None, *values, *rest)
+
+    @contextmanager
+    def compiling(self, device: torch.device) -> Iterator[None]:
+        """Inside, nothing is launched: the kernels asked for are compiled on many threads, and loaded at the end.
+
+        What they would have written is left as it was. Where Triton's version is not known, they are launched.
+        """
+        if not self._direct:
+            yield
+            return
+        self._compiling = {}
+        try:
+            with ThreadPoolExecutor(os.cpu_count(), "compile", torch.cuda.set_device, (device,)) as threads:
+                with triton.AsyncCompileMode(threads):
+                    yield
+                kernels = {found.result() if hasattr(found, "result") else found for found in self._compiling.values()}
+                list(threads.map(_load, kernels))
+        finally:
+            self._compiling = None
+
+
+def _load(kernel: Any) -> None:
+    """Bring a compiled kernel onto the device, and build what launches it."""
+    kernel._init_handles()
 
 
 def _is_split(kernel: Any, count: int) -> bool:

@@ -393,7 +393,7 @@ def exact_activation(x: Tensor, kind: str) -> Tensor:
 def check_pool(backend: Backend, dtype: str, lens: list[int], width: int) -> None:
     """The mean and the maximum of each request's rows; what is not finite in one stays in its own row."""
     rows = torch.randn(sum(lens), width, generator=torch.Generator().manual_seed(width)).to(getattr(torch, dtype))
-    parts = rows.double().split(lens)
+    parts = torch.split(rows.double(), lens)
     batch = packed_batch(backend, lens, causal=False)
     given = backend.memory.upload(rows)
     for kind, right in (("mean", [part.mean(0) for part in parts]), ("max", [part.amax(0) for part in parts])):

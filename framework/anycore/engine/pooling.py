@@ -23,7 +23,7 @@ def finish_vector(vector: NDArray[np.float32], spec: ModelSpec, params: PoolingP
         normalize = spec.pooling.normalize if spec.pooling else True
     if normalize:
         wide = vector.astype(np.float64)
-        vector = wide / max(math.sqrt(wide @ wide), EPSILON)
+        vector = (wide / max(math.sqrt(wide @ wide), EPSILON)).astype(np.float32)
     return np.ascontiguousarray(vector, dtype="<f4")
 
 

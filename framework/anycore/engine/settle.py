@@ -12,6 +12,10 @@ from anycore.engine.tasks import is_paged
 from anycore.models.spec import ModelSpec
 
 
+POOLED = 2
+"""Embed and rerank take so many times a backend's rows a step: no request waits for its next token meanwhile."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """One effective setting.
@@ -45,7 +49,7 @@ def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, choice: Choice) ->
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        batched_tokens=backend.batched_tokens,
+        batched_tokens=backend.batched_tokens and backend.batched_tokens * (1 if task is Task.GENERATE else POOLED),
         kv_cache_memory=config.kv_cache_memory,
     )
 
