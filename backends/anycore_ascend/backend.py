@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from anycore.contract.backend import Backend, Limits, StepFn, StepOutput, WholeStep
 from anycore.contract.batch import Batch
@@ -59,10 +60,12 @@ class AscendBackend(Backend):
         if self._pool is None:
             self._pool = self.npu.graph_pool_handle()
         graph = self.npu.NPUGraph()
+        stream = self.npu.current_stream(self.device)
         try:
             with self.npu.graph(graph, pool=self._pool, auto_dispatch_capture=True):
                 output = work()
         except RuntimeError as error:
+            self._leave(graph, stream)
             raise NotCaptured(str(error).splitlines()[0]) from error
         count = len(output.rows)
         ends = list(range(1, count + 1))
@@ -75,6 +78,13 @@ class AscendBackend(Backend):
             self._replayed.record()
 
         return replay, output
+
+    def _leave(self, graph: Any, stream: Any) -> None:
+        """Where a capture does not begin or end, torch_npu leaves its stream and its recording of calls in place."""
+        recording = getattr(graph, "graph_dispatch_mode", None)
+        if recording is not None and _get_current_dispatch_mode() is recording:
+            recording.__exit__(None, None, None)
+        self.npu.set_stream(stream)
 
     def _check_capture(self) -> None:
         if self.fallbacks:  # what computes them reads lengths on the host, which a replay would not renew

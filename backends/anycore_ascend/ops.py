@@ -12,8 +12,10 @@ from torch import Tensor
 from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
+from anycore.contract.weights import Int4Weight, Int8Weight, Weight
 from anycore_ascend.calls import Store, operator
 from anycore_ascend.padding import padded_attention
+from anycore_ascend.quantised import pack_int4, pack_int8
 
 MASK = 2048
 """Side of the one mask that the attention operators take, however long the requests are. 1 means hidden."""
@@ -129,6 +131,24 @@ class AscendOps(Ops):
             q, k, v, q.shape[1], "TND", scale=scale, actual_seq_qlen=ends, actual_seq_kvlen=ends, **shape
         )[0]
         return out
+
+    # --- products ------------------------------------------------------------------------------------------------
+
+    def pack(self, weight: Weight) -> Any:
+        handle: Any = None
+        if isinstance(weight, Int8Weight):
+            handle = pack_int8(weight)
+        elif isinstance(weight, Int4Weight):
+            handle = pack_int4(weight)
+        return weight.dense() if handle is None else handle
+
+    def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
+        if isinstance(handle, Tensor):
+            return super().linear(x, handle, bias)
+        rows = x.reshape(-1, x.shape[-1])
+        out: Tensor = handle(rows) if len(rows) else x.new_empty(0, handle.scale.shape[-1])
+        out = out.view(*x.shape[:-1], out.shape[-1])
+        return out if bias is None else out + bias
 
     def _count(self, what: str) -> None:
         self.fallbacks[what] = self.fallbacks.get(what, 0) + 1

@@ -42,7 +42,8 @@ class CpuOps(Ops):
         return attend(plan, q, k, v, cache, scale, window)
 
     def pack(self, weight: Weight) -> Tensor:
-        return packed.reorder(weight.data) if weight.data.dtype in self.packs else weight.data
+        data = weight.dense()
+        return packed.reorder(data) if data.dtype in self.packs else data
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         if handle.is_mkldnn:

@@ -86,8 +86,11 @@ class Ops:
         return self.attention(q, k, v, cache, batch, scale, window, softcap)
 
     def pack(self, weight: Weight) -> Any:
-        """Turn a weight [O, I] into the handle `linear` takes. Called once at load; `weight` may then be freed."""
-        return weight.data
+        """Turn a weight [O, I] into the handle `linear` takes. Called once at load; `weight` may then be freed.
+
+        The default makes a quantised weight dense: right, not small.
+        """
+        return weight.dense()
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         """[.., I] → [.., O]."""

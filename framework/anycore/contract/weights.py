@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,53 @@ class DenseWeight:
     def shape(self) -> tuple[int, int]:
         return self.data.shape[0], self.data.shape[1]
 
+    def dense(self) -> Tensor:
+        return self.data
 
-Weight = DenseWeight
-"""Every weight format that `Ops.pack` may be handed. Quantised formats join this union as they are added."""
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A matrix of whole numbers with a scale for each row: data * scale.
+
+    A backend may round the rows it is multiplied by to int8, too, each by its own largest element (W8A8).
+    """
+
+    data: Tensor  # [out, in] int8
+    scale: Tensor  # [out] float32
+    dtype: torch.dtype  # of what it is multiplied by
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1]
+
+    def dense(self) -> Tensor:
+        """[out, in] in `dtype`: what it stands for."""
+        return (self.data.float() * self.scale[:, None]).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Weight:
+    """A matrix of numbers 0 … 15 with a scale and a zero point for each group of a row: (data - zero) * scale (W4A16).
+
+    The last group of a row may be shorter.
+    """
+
+    data: Tensor  # [out, in] uint8, one number a byte
+    scale: Tensor  # [out, groups] float32
+    zero: Tensor  # [out, groups] float32; 8 everywhere where the scheme is symmetric
+    group: int  # consecutive inputs that share a scale
+    dtype: torch.dtype  # of what it is multiplied by
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.data.shape[1]
+
+    def dense(self) -> Tensor:
+        """[out, in] in `dtype`: what it stands for."""
+        wide = (x.repeat_interleave(self.group, dim=1)[:, : self.shape[1]] for x in (self.zero, self.scale))
+        zero, scale = wide
+        return ((self.data.float() - zero) * scale).to(self.dtype)
+
+
+Weight = DenseWeight | Int8Weight | Int4Weight
+"""Every weight format that `Ops.pack` may be handed."""

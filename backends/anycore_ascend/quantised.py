@@ -1,0 +1,62 @@
+"""Products with quantised weights: int8 times int8 with scales by row and column, and int4 in groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anycore.contract.weights import Int4Weight, Int8Weight
+
+LARGEST = 65535
+"""Of the last dimension of an operand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Handle:
+    """W8A8: each row of what comes in is rounded to int8 by its largest element."""
+
+    data: Tensor  # [in, out] int8
+    scale: Tensor  # [out] float32
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rounded, sizes = torch.ops.npu.npu_dynamic_quant(x)
+        out: Tensor = torch.ops.npu.npu_quant_matmul(
+            rounded, self.data, self.scale, pertoken_scale=sizes, output_dtype=x.dtype
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Handle:
+    """W4A16: (data + offset) * scale is made inside the product."""
+
+    data: Tensor  # [in, out / 8] int32: eight numbers -8 … 7 each
+    scale: Tensor  # [groups, out]
+    offset: Tensor  # [groups, out]
+    group: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
+            x, self.data, self.scale, antiquant_offset=self.offset, antiquant_group_size=self.group
+        )
+        return out
+
+
+def pack_int8(weight: Int8Weight) -> Int8Handle | None:
+    """None where the operator does not take it."""
+    if max(weight.shape) > LARGEST or weight.dtype == torch.float32:
+        return None
+    return Int8Handle(weight.data.t().contiguous(), weight.scale.float())
+
+
+def pack_int4(weight: Int4Weight) -> Int4Handle | None:
+    """None where the operator does not take it."""
+    outputs, inputs = weight.shape
+    if weight.dtype == torch.float32 or weight.group % 32 or weight.group >= inputs or outputs % 8:
+        return None
+    signed = (weight.data.t().to(torch.int32) - 8).contiguous()
+    data = torch.ops.npu.npu_convert_weight_to_int4pack(signed)
+    scale, offset = (x.t().to(weight.dtype).contiguous() for x in (weight.scale, 8 - weight.zero))
+    return Int4Handle(data, scale, offset, weight.group)

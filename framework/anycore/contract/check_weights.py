@@ -1,0 +1,72 @@
+"""Checks of products with quantised weights, however a backend packs them, against what they stand for in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anycore.contract.backend import Backend
+from anycore.contract.checks import TOLERANCE
+from anycore.contract.weights import Int4Weight, Int8Weight, Weight
+
+ROUNDED = 4e-2
+"""Absolute error allowed where a row of numbers near 1 may be rounded to int8."""
+
+SHAPES = ((64, 256), (48, 96), (33, 64), (8, 32))
+"""[out, in]: several groups, few outputs, an odd number of them, and a single group."""
+
+
+def int8_weight(shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> Int8Weight:
+    """Rows of very different size: each needs its own scale."""
+    data = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+    scale = (0.5 + torch.rand(shape[0], generator=generator)) * shape[1] ** -0.5 / 73
+    return Int8Weight(data, scale, dtype)
+
+
+def int4_weight(shape: tuple[int, int], group: int, dtype: torch.dtype, generator: torch.Generator) -> Int4Weight:
+    groups = -(-shape[1] // group)
+    data = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    scale = (0.5 + torch.rand(shape[0], groups, generator=generator)) * shape[1] ** -0.5 / 4.6
+    zero = torch.randint(4, 12, (shape[0], groups), generator=generator).float()
+    return Int4Weight(data, scale, zero, group, dtype)
+
+
+def exact_rows(weight: Weight) -> Tensor:
+    """[out, in] float64 by the definition, an element at a time."""
+    if isinstance(weight, Int8Weight):
+        return weight.data.double() * weight.scale.double()[:, None]
+    assert isinstance(weight, Int4Weight)
+    group = torch.arange(weight.shape[1]) // weight.group
+    return (weight.data.double() - weight.zero.double()[:, group]) * weight.scale.double()[:, group]
+
+
+def on_device(weight: Weight, backend: Backend) -> Weight:
+    upload = backend.memory.upload
+    if isinstance(weight, Int8Weight):
+        return Int8Weight(upload(weight.data), upload(weight.scale), weight.dtype)
+    assert isinstance(weight, Int4Weight)
+    return Int4Weight(upload(weight.data), upload(weight.scale), upload(weight.zero), weight.group, weight.dtype)
+
+
+def check_quantised(backend: Backend, dtype: str, rows: int, biased: bool) -> None:
+    """Both formats in several shapes and groups; tolerances grow by the rounding that the format allows."""
+    kind = getattr(torch, dtype)
+    generator = torch.Generator().manual_seed(rows)
+    relative, absolute = TOLERANCE[dtype]
+    for shape in SHAPES:
+        x = torch.randn(rows, shape[1], generator=generator).to(kind)
+        bias = torch.randn(shape[0], generator=generator).to(kind) if biased else None
+        weights: list[Weight] = [int8_weight(shape, kind, generator)]
+        weights += [int4_weight(shape, group, kind, generator) for group in (32, 64, 128)]
+        for weight in weights:
+            handle = backend.ops.pack(on_device(weight, backend))
+            upload = backend.memory.upload
+            got = backend.ops.linear(upload(x), handle, None if bias is None else upload(bias))
+            exact = x.double() @ exact_rows(weight).T
+            exact = exact if bias is None else exact + bias.double()
+            what = f"{type(weight).__name__} {shape}, {rows} rows, {dtype}"
+            assert got.dtype == kind, f"{what}: result is {got.dtype}"
+            assert got.shape == exact.shape, f"{what}: shape {tuple(got.shape)}"
+            allowed = absolute + relative * exact.abs() + (ROUNDED if isinstance(weight, Int8Weight) else absolute)
+            error = (got.cpu().double() - exact).abs()
+            assert bool((error <= allowed).all()), f"{what}: off by {float(error.max()) if rows else 0:.3g}"
