@@ -39,6 +39,13 @@ class CudaOps(Ops):
     def shares(self, batch: Batch) -> bool:
         return batch.shared_tokens >= SHARED_TOKENS and len(batch.query_lens) >= SHARING_REQUESTS
 
+    def _plan(self, batch: Batch) -> Plan:
+        return batch.plan if batch.plan is not None else self.plan(batch)
+
+    def _shares(self, batch: Batch, window: int | None) -> bool:
+        """Whether what requests share is read once for all, by a kernel that wants their heads prepared."""
+        return window is None and self.shares(batch)
+
     def attention(
         self,
         q: Tensor,
@@ -68,9 +75,13 @@ class CudaOps(Ops):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        rotary.prepare_heads(qkv, heads, kv_heads, angles, norms, cache, batch.slots, self.early)
+        raw = None
+        if self._plan(batch).decode_only and batch.slots is not None and not self._shares(batch, window):
+            raw = single.Raw(norms, angles, batch.slots)
+        else:
+            rotary.prepare_heads(qkv, heads, kv_heads, angles, norms, cache, batch.slots, self.early)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
-        return self._attend(q, k, v, cache, batch, scale, window, softcap)
+        return self._attend(q, k, v, cache, batch, scale, window, softcap, raw)
 
     def _attend(
         self,
@@ -82,21 +93,22 @@ class CudaOps(Ops):
         scale: float,
         window: int | None,
         softcap: float | None,
+        raw: single.Raw | None = None,
     ) -> Tensor:
-        """Attend to a cache that already holds k and v, or to k and v themselves."""
-        plan: Plan = batch.plan if batch.plan is not None else self.plan(batch)
+        """Attend to a cache that already holds k and v unless they are `raw`, or to k and v themselves."""
+        plan = self._plan(batch)
         out = q.new_empty(q.shape)
         heads, kv_heads = q.shape[1], k.shape[1]
         lens, tables = batch.seq_lens_device, batch.block_tables
         if cache is not None and tables is not None:
             if plan.decode_only:
                 shared = None
-                if window is None and self.shares(batch):
+                if self._shares(batch, window):
                     shared = prefix(q, cache, tables, batch.shared_tokens_device, scale, softcap, self.processors)
                 splits = plan.splits(len(q), kv_heads)
                 single.decode(
                     q, cache, out, tables, lens, self.counters, splits, scale, window, softcap,
-                    prefix=shared, early=self.early,
+                    prefix=shared, raw=raw, early=self.early,
                 )  # fmt: skip
                 return out
             if plan.decoding is not None:
