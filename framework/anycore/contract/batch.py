@@ -42,7 +42,7 @@ class Batch:
     @property
     def decode_only(self) -> bool:
         """Whether every request has exactly one row and a history: backends may take a shorter way."""
-        return self.kv is not None and all(n == 1 for n in self.query_lens)
+        return self.kv is not None and self.query_lens.count(1) == len(self.query_lens)
 
     @cached_property
     def seq_lens(self) -> list[int]:

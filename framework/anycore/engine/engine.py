@@ -243,10 +243,12 @@ class Engine:
         """Append the sampled tokens and say which were the last. This loop runs for every token: it stays short."""
         deltas: list[Delta] = []
         finished = Status.FINISHED
-        for row, (request, token) in enumerate(zip(results.sampled, results.tokens, strict=True)):
+        generated = 0
+        rows = zip(results.sampled, results.tokens, results.finite, results.logprobs, strict=True)
+        for request, token, finite, logprob in rows:
             if request.status is finished:
                 continue
-            if not results.finite[row]:
+            if not finite:
                 deltas.append(self._fail(request, _not_finite()))
                 continue
             tokens = request.tokens
@@ -255,13 +257,14 @@ class Engine:
             if len(tokens) == request.num_prompt and self._is_all(request, delta):
                 continue
             self.scheduler.commit(request, token)
-            if results.logprobs is not None and (logprob := results.logprobs[row]) is not None:
+            generated += 1
+            if logprob is not None:
                 delta.logprobs = [logprob]
             if token in request.stop_ids and self._stops(request, delta, token):
                 continue
             if len(tokens) >= request.max_total:
                 self._finish(request, delta, FinishReason.LENGTH)
-        self._stats.output_tokens += sum(len(delta.token_ids) for delta in deltas)
+        self._stats.output_tokens += generated
         return deltas
 
     def _is_all(self, request: Request, delta: Delta) -> bool:

@@ -69,7 +69,7 @@ class Results:
     sampled: list[Request] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finite: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob | None] | None = None  # None: nobody asked
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None for those that did not ask
     prompt: list[tuple[Request, int, list[TokenLogprob]]] = field(default_factory=list)  # from the row at a position on
     pooled: list[tuple[Request, Vector, bool]] = field(default_factory=list)  # vector or labels' logits, all finite
 
@@ -123,8 +123,7 @@ class Runner:
             samples = Samples(*arrived[: len(arrived) - bool(wanted.pooled)])
             results.sampled = wanted.sampled
             results.tokens, results.finite = samples.ids.tolist(), samples.finite.tolist()
-            if samples.logprobs is not None:
-                results.logprobs = _logprobs(wanted.sampled, samples)
+            results.logprobs = _logprobs(wanted.sampled, samples)
         if wanted.prompt:
             results.prompt = self._prompt_scores(launched)
         if wanted.pooled:
@@ -216,8 +215,8 @@ def _tensors(samples: Samples) -> list[Tensor]:
 
 def _logprobs(requests: list[Request], samples: Samples) -> list[TokenLogprob | None]:
     """One a request; None for those that did not ask."""
-    assert samples.logprobs is not None
-    assert samples.ranks is not None
+    if samples.logprobs is None or samples.ranks is None:
+        return [None] * len(requests)
     tops = _tops(samples.top_ids, samples.top_logprobs, len(requests))
     rows = zip(requests, samples.ids.tolist(), samples.logprobs.tolist(), samples.ranks.tolist(), tops, strict=True)
     found: list[TokenLogprob | None] = []
