@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -183,14 +184,14 @@ def test_e07_h10_float16_is_never_chosen_silently(tmp_path: Path) -> None:
 
 def test_e07_one_overflowing_text_fails_alone(t_bert: Path) -> None:
     made = engine(t_bert)
-    inner = made.runner.model.forward
+    whole = made.runner._step
 
     def overflowing(batch):
-        rows = inner(batch)
+        rows = whole.forward(batch)
         rows[batch.input_ids == 42] = float("nan")
         return rows
 
-    made.runner.model.forward = overflowing
+    made.runner._step = replace(whole, forward=overflowing)
     outputs = run(made, [[5, 6], [7, 42], [8, 9]])
     assert [o.finish for o in outputs] == ["stop", "error", "stop"]
     assert outputs[1].error_code == "non_finite_output"
