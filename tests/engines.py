@@ -19,10 +19,11 @@ LOADED = plugins.load()
 
 
 def engine(folder: Path, *, overlap: bool = False, **settings: Any) -> Engine:
-    """A float32 engine on the CPU with a small pool."""
+    """A float32 engine with a small pool, on the CPU unless said otherwise."""
+    settings.setdefault("backend", "cpu")
     settings.setdefault("dtype", "float32")
     settings.setdefault("kv_cache_memory", 16 * 2**20)
-    made = build(prepare(ModelConfig(model=str(folder), backend="cpu", **settings), LOADED))
+    made = build(prepare(ModelConfig(model=str(folder), **settings), LOADED))
     made.runner.backend.overlap = overlap
     return made
 

@@ -55,7 +55,7 @@ def check_mask(mode: int, mask: Tensor | None) -> None:
             mask.shape[-2:] == (COMPRESSED, COMPRESSED),
             f"sparse_mode {mode}: atten_mask {tuple(mask.shape)}, not 2048²",
         )
-        exact = torch.equal(mask.view(torch.int8).view(COMPRESSED, COMPRESSED), compressed_mask())
+        exact = torch.equal(mask.view(torch.int8).flatten().view(torch.int64), compressed_mask().flatten().view(torch.int64))
         need(exact, "atten_mask of modes 2 to 4 is 1 (hidden) strictly above the diagonal and 0 elsewhere")
 
 
