@@ -27,8 +27,8 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[T] int64 → cos, sin [T, D/2] float32."""
-        places = positions.float()[:, None]
-        angles = places * (self.stretched(places) if self.rope.kind == "dynamic" else self.frequencies)
+        places = positions[:, None]  # times float32 they are float32: one pass
+        angles = places * (self.stretched(places.float()) if self.rope.kind == "dynamic" else self.frequencies)
         if self.scale == 1.0:
             return angles.cos(), angles.sin()
         return angles.cos() * self.scale, angles.sin() * self.scale
