@@ -13,16 +13,15 @@ from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import HeadNorms, Ops
 from anycore_cuda.kernels import attention as tiled
 from anycore_cuda.kernels import decode as single
-from anycore_cuda.kernels import edits, gated, norm, rotary
+from anycore_cuda.kernels import edits, gated, norm, pooling, rotary
 from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
 from anycore_cuda.kernels.prefix import prefix
 from anycore_cuda.kernels.sampling import choose, normaliser
 from anycore_cuda.plan import Plan
 
 COUNTERS = 1 << 16
-SHARED_TOKENS = 256
-SHARING_REQUESTS = 8
-"""Fewer tokens that fewer requests share are read again for each: another launch and joining its results cost more."""
+SAVED_TOKENS = 1 << 16
+"""Keys that need not be read again for each request, at least: another launch and joining its results cost more."""
 
 
 class CudaOps(Ops):
@@ -37,7 +36,7 @@ class CudaOps(Ops):
         return Plan(batch, self.memory, self.processors)
 
     def shares(self, batch: Batch) -> bool:
-        return batch.shared_tokens >= SHARED_TOKENS and len(batch.query_lens) >= SHARING_REQUESTS
+        return batch.shared_tokens * (len(batch.query_lens) - 1) >= SAVED_TOKENS
 
     def _plan(self, batch: Batch) -> Plan:
         return batch.plan if batch.plan is not None else self.plan(batch)
@@ -104,7 +103,9 @@ class CudaOps(Ops):
             if plan.decode_only:
                 shared = None
                 if self._shares(batch, window):
-                    shared = prefix(q, cache, tables, batch.shared_tokens_device, scale, softcap, self.processors)
+                    shared = prefix(
+                        q, cache, tables, batch.shared_tokens_device, scale, softcap, self.processors, early=self.early
+                    )
                 splits = plan.splits(len(q), kv_heads)
                 single.decode(
                     q, cache, out, tables, lens, self.counters, splits, scale, window, softcap,
@@ -136,6 +137,11 @@ class CudaOps(Ops):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         return norm.layer_norm(x, weight, bias, eps, residual, self.early)
+
+    def pool(self, rows: Tensor, batch: Batch, kind: str) -> Tensor:
+        if kind == "mean":
+            return pooling.mean(rows, batch.query_starts_device)
+        return super().pool(rows, batch, kind)
 
     def gated(self, x: Tensor, kind: str) -> Tensor:
         return gated.gated(x, kind, self.early)
@@ -177,8 +183,8 @@ class CudaOps(Ops):
                 edits.add(logits, *params.bias)
             if params.banned is not None:
                 edits.ban(logits, *params.banned)
-        filters = () if params.all_greedy else (params.top_k, params.top_p, params.min_p)
-        ids, fine = choose(logits, params.temperature, params.uniforms, *filters, early=self.early)
+        filters = (None, None, None) if params.all_greedy else (params.top_k, params.top_p, params.min_p)
+        ids, fine = choose(logits, params.temperature, params.uniforms, *filters, self.early)
         samples = Samples(ids=ids, finite=fine if finite is None else finite)
         if raw is not None and params.logprobs is not None:
             report = sampling.report(raw, ids, params.logprobs, normaliser(raw))
