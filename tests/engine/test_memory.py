@@ -6,10 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engines import engine
+from engines import LOADED, engine
 
+from anycore.config import ModelConfig
 from anycore.contract.declare import Task
+from anycore.engine.launch import prepare
 from anycore.engine.memory import MARGIN, Room, Wish, plan, size
+from anycore.engine.settle import wish_of
 from anycore.errors import ConfigError, DoesNotFit
 from anycore.models.spec import ModelSpec
 
@@ -135,3 +138,10 @@ def test_contradicting_settings_are_refused(settings: dict[str, int], param: str
 
 def test_sizes_in_words() -> None:
     assert [size(n) for n in (12, 2048, 4 * GIB, 4 * GIB + 384 * 2**20)] == ["12 B", "2 KiB", "4 GiB", "4.375 GiB"]
+
+
+def test_steps_of_pooled_tasks_are_larger(t_bert: Path, t_lm: Path) -> None:
+    for folder, rows in ((t_bert, 128), (t_lm, 64)):
+        made = prepare(ModelConfig(model=str(folder), backend="cpu"), LOADED)
+        choice = replace(made.choice, spec=replace(made.choice.spec, batched_tokens=64))
+        assert wish_of(made.config, made.spec, made.task, choice).batched_tokens == rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from anycore.errors import WeightsError
 from anycore.models import loader
+from anycore.models.parameters import Parameter
 from anycore.models.source import Source
 from anycore.models.spec import read_spec
 
@@ -302,3 +304,38 @@ def rewrite(folder: Path, change: Any) -> None:
     (folder / INDEX).unlink(missing_ok=True)
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
+
+
+class Endless:
+    """As many equal matrices as one asks for, cut in two; counts how many were asked for."""
+
+    def __init__(self, wanted: list[Parameter]) -> None:
+        self.shapes = {name: (rows, *p.shape[1:]) for p in wanted for name, rows in reversed(p.parts)}
+        self.asked = 0
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, shape in self.shapes.items():
+            self.asked += 1
+            yield name, torch.full(shape, float(self.asked))
+
+    def file_of(self, name: str) -> str:
+        return "memory"
+
+
+def test_threads_read_ahead_but_never_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = [Parameter(f"m{i}.weight", (5, 4), ((f"m{i}.a.weight", 2), (f"m{i}.b.weight", 3))) for i in range(20)]
+    checkpoint = Endless(wanted)
+    backend = plain_backend()
+    ahead: list[int] = []
+
+    def upload(host: torch.Tensor) -> torch.Tensor:
+        ahead.append(checkpoint.asked - 2 * len(ahead))
+        return host
+
+    monkeypatch.setattr(backend.memory, "upload", upload)
+    monkeypatch.setattr(loader, "AHEAD", 3 * 5 * 4 * 4)  # three matrices
+    found = loader.fill(wanted, checkpoint, "matrices", backend, "float32", None)
+    assert len(ahead) == 20
+    assert 2 < max(ahead) <= 2 * (3 + 1)
+    for i in range(20):  # the second half comes first
+        assert found[f"m{i}.weight"][:, 0].tolist() == [2.0 * i + 2] * 2 + [2.0 * i + 1] * 3

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -28,6 +30,10 @@ log = logging.getLogger(__name__)
 Model = Decoder | Encoder
 
 DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+READERS = 4
+"""Threads that copy tensors out of the files, which is when these are read, and cast them."""
+AHEAD = 1 << 30
+"""Bytes they may be ahead of the device: the host's memory never holds a whole model."""
 NAMED = 8
 """How many tensors a message names before it only counts them."""
 
@@ -47,8 +53,7 @@ class Checkpoint(Protocol):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, host tensor) once for each name of `shapes`, in its order.
 
-        A tensor may be a view of the file or be dequantised on the spot: the loader copies it before it asks for the
-        next one.
+        A tensor may be a view of the file or be dequantised on the spot; it stays as it is while others are asked for.
         """
         ...
 
@@ -189,24 +194,15 @@ def fill(
     if extra:
         log.warning("%d tensors of the checkpoint are not used by %s: %s", len(extra), what, some(extra))
     total = sum(place.size for place in places.values())
-    waiting: dict[str, tuple[Tensor, int]] = {}  # parameters under way, and the rows they still lack
+    lacking_rows: dict[str, int] = {}  # of parameters under way
     finished: dict[str, Any] = {}
     done = 0
-    for name, tensor in checkpoint.tensors():
-        place = places.get(name)
-        if place is None:
-            continue
-        if tensor.dtype not in DENSE:
-            raise WeightsError(
-                f"{checkpoint.file_of(name)}: {name} is {tensor.dtype}: quantised weights are not supported"
-            )
+    for place, host in copied(places, checkpoint, dtype):
         parameter = place.parameter
-        target = getattr(torch, "float32" if parameter.exact else dtype)
-        host, rows = waiting.get(parameter.name) or (torch.empty(parameter.shape, dtype=target), parameter.shape[0])
-        host[place.first : place.first + place.rows].copy_(tensor)
-        waiting[parameter.name] = host, rows - place.rows
-        if rows == place.rows:
-            del waiting[parameter.name]
+        left = lacking_rows.pop(parameter.name, parameter.shape[0]) - place.rows
+        if left:
+            lacking_rows[parameter.name] = left
+        else:
             weight = backend.memory.upload(host)
             finished[parameter.name] = backend.ops.pack(DenseWeight(weight)) if parameter.packed else weight
         done += place.size
@@ -216,6 +212,47 @@ def fill(
     if lacking:
         raise WeightsError(f"{what}: the checkpoint listed but did not give {some(lacking)}")
     return finished
+
+
+def copied(places: dict[str, Place], checkpoint: Checkpoint, dtype: str) -> Iterator[tuple[Place, Tensor]]:
+    """Yield each tensor's place once its rows are in the host's copy of the parameter, which comes with it.
+
+    Several threads copy ahead of the caller, who sends what is whole to the device meanwhile.
+    """
+    begun: dict[str, tuple[Tensor, int]] = {}  # parameters, and the rows still to come
+    under_way: deque[tuple[Future[Tensor], Place, Tensor]] = deque()
+    ahead = 0  # bytes
+
+    def oldest() -> tuple[Place, Tensor]:
+        nonlocal ahead
+        copy, place, host = under_way.popleft()
+        ahead -= copy.result().nbytes
+        return place, host
+
+    with ThreadPoolExecutor(READERS, "weights") as readers:
+        for name, tensor in checkpoint.tensors():
+            place = places.get(name)
+            if place is None:
+                continue
+            if tensor.dtype not in DENSE:
+                raise WeightsError(
+                    f"{checkpoint.file_of(name)}: {name} is {tensor.dtype}: quantised weights are not supported"
+                )
+            parameter = place.parameter
+            target = getattr(torch, "float32" if parameter.exact else dtype)
+            host, left = begun.pop(parameter.name, None) or (
+                torch.empty(parameter.shape, dtype=target),
+                parameter.shape[0],
+            )
+            if left > place.rows:
+                begun[parameter.name] = host, left - place.rows
+            rows = host[place.first : place.first + place.rows]
+            under_way.append((readers.submit(rows.copy_, tensor), place, host))
+            ahead += rows.nbytes
+            while ahead > AHEAD:
+                yield oldest()
+        while under_way:
+            yield oldest()
 
 
 def tie(weights: dict[str, Any], source: Source) -> None:
