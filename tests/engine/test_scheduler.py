@@ -103,6 +103,8 @@ class Machine:
         assert step.rows <= self.limits.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.limits.max_num_seqs
         assert len({id(entry.request) for entry in step.entries}) == len(step.entries)
+        seats = [request.seat for request in self.scheduler.running]
+        assert sorted(seats + self.scheduler._seats) == list(range(self.limits.max_num_seqs))
         owners: dict[int, int] = {}
         for request in self.scheduler.running:
             assert 0 <= request.num_computed <= request.num_tokens
@@ -206,6 +208,18 @@ def test_followers_share_the_prompt_of_their_leader_without_prefix_caching() -> 
     machine.step()
     assert all(f.blocks[:2] == leader.blocks[:2] for f in followers)
     machine.run()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_all_full_blocks_of_a_finished_request_can_be_found(overlap: bool) -> None:
+    machine = Machine(limits(block_size=4), overlap)
+    first = sequence(0, [1, 2, 3], output=6)  # its eighth token is the last that is computed
+    machine.add(first)
+    machine.run()
+    again = sequence(1, [*first.tokens, 1], output=1)
+    machine.add(again)
+    machine.run()
+    assert again.cached == 8
 
 
 def test_m07_preemption_is_invisible_and_ends() -> None:

@@ -252,7 +252,7 @@ class Request:
         self.tokens = list(new.token_ids)  # prompt, then the output that the host has seen
         self.num_prompt = len(new.token_ids)
         self.num_computed = 0  # rows handed to the device so far
-        self.num_pending = 0  # sampled on the device, not yet seen by the host: 0 or 1
+        self.num_pending = 0  # sampled on the device, not seen by the host: 0 or 1, one more until a step is committed
         self.prefilled = False  # the whole prompt has been handed to the device once
         self.place = 0  # its row in the samples of the last step that sampled it
         # Its place in the queues.

@@ -140,13 +140,11 @@ class Scheduler:
             if left > 1:
                 budget -= rows
             step.chunks.append(Entry(request, request.num_computed, rows, rows == left))
-        for request in self.running:
-            position = request.num_computed
-            if position < request.quiet_until:
-                request.num_computed = position + 1
-                request.num_pending += 1
-                step.decodes.append(request)
-                step.positions.append(position)
+        step.decodes = [request for request in self.running if request.num_computed < request.quiet_until]
+        step.positions = [request.num_computed for request in step.decodes]
+        for request in step.decodes:
+            request.num_computed += 1
+            request.num_pending += 1
         return budget, self.preemptions != before
 
     def _grow(self, request: Request, rows: int) -> bool:
