@@ -51,17 +51,18 @@ class Raw:
 
 
 @triton.jit
-def weigh(q, k, best, seen, scale, softcap, CAP: tl.constexpr, MASKED: tl.constexpr):
-    """Weights of some keys [ROWS, KEYS], the highest score so far, and the factor for what was summed before."""
+def weigh(q, k, best, seen, scale, softcap, unit, CAP: tl.constexpr, MASKED: tl.constexpr):
+    """Weights of some keys [ROWS, KEYS], the highest score so far, and the factor for what was summed before.
+
+    A score times `unit` is an exponent of 2, so that one multiply-add a score is left to do.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     if CAP:
-        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * scale
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * LOG2E
-    else:
-        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scale * scores / softcap) - 1.0)
     if MASKED:
         scores = tl.where(seen[None, :], scores, float("-inf"))
     higher = tl.maximum(best, tl.max(scores, axis=1))
-    return tl.exp2(scores - higher[:, None]), higher, tl.exp2(best - higher)
+    return tl.exp2(scores * unit - (higher * unit)[:, None]), higher, tl.exp2((best - higher) * unit)
 
 
 @triton.jit
@@ -92,9 +93,9 @@ def _join(acc, best, total, acc_ptr, stats_ptr, part, stride, count, known, head
 def _decode(
     q_ptr, cache_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr, tables_ptr, lens_ptr, starts_ptr, requests_ptr,
     shared_ptr, shared_acc_ptr, shared_stats_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, slots_ptr,
-    q_stride, q_head_stride, table_stride, block_size, side_stride, block_stride, head_stride,
+    q_stride, q_head_stride, table_stride, side_stride, block_stride, head_stride,
     scale, window, softcap, splits, group, shared_splits, eps,
-    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
     KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr,
     RAW: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +130,7 @@ def _decode(
     table = tables_ptr + request.to(tl.int64) * table_stride
     # Blocks are looked up a step ahead: keys and values are then under way without waiting for their addresses.
     token = begin + tl.arange(0, KEYS)
-    block = tl.load(table + token // block_size, mask=token < end, other=0)
+    block = tl.load(table + token // SIZE, mask=token < end, other=0)
     row_ptr = q_ptr + q_row.to(tl.int64) * q_stride
     if RAW:
         cos_ptr += q_row * (DIM // 2)
@@ -146,27 +147,29 @@ def _decode(
             v_ptr = new_ptr + tl.num_programs(1) * q_head_stride
             v = tl.load(v_ptr[:, None] + at[None, :], mask=inside, other=0.0)
             slot = tl.load(slots_ptr + q_row)
-            to = slot // block_size * block_stride + kv_head * head_stride + slot % block_size * DIM
+            to = slot // SIZE * block_stride + kv_head * head_stride + slot % SIZE * DIM
             tl.store(cache_ptr + to + at[None, :], k, mask=inside)
             tl.store(cache_ptr + side_stride + to + at[None, :], v, mask=inside)
             tl.debug_barrier()  # the program's other threads are about to read them
     else:
         q = tl.load(row_ptr + head[:, None] * q_head_stride + at[None, :], mask=heads, other=0.0)
+    unit = LOG2E if CAP else scale * LOG2E
     best = tl.full([ROWS], float("-inf"), tl.float32)
     weights = tl.zeros([ROWS, KEYS], tl.float32)  # summed over the keys at the end: warps need not meet in each step
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for first in range(begin, end, KEYS):
         token = first + tl.arange(0, KEYS)
         seen = token < end
-        key_at = block.to(tl.int64) * block_stride + kv_head * head_stride + (token % block_size) * DIM
+        key_at = block.to(tl.int64) * block_stride + kv_head * head_stride + (token % SIZE) * DIM
         inside = seen[:, None] & (at < DIM)[None, :]
         k = tl.load(cache_ptr + key_at[:, None] + at[None, :], mask=inside, other=0.0)
         v = tl.load(cache_ptr + side_stride + key_at[:, None] + at[None, :], mask=inside, other=0.0)
         ahead = token + KEYS
-        block = tl.load(table + ahead // block_size, mask=ahead < end, other=0)
-        p, best, fade = weigh(q, k, best, seen, scale, softcap, CAP, True)
+        block = tl.load(table + ahead // SIZE, mask=ahead < end, other=0)
+        p, best, fade = weigh(q, k, best, seen, scale, softcap, unit, CAP, True)
         weights = weights * fade[:, None] + p
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
+    best *= unit
     total = tl.sum(weights, axis=1)
 
     last = used == 1
@@ -244,6 +247,7 @@ def decode(
     rows = max(MIN_ROWS, triton.next_power_of_2(group))
     block_d = triton.next_power_of_2(dim)
     assert count * kv_heads <= len(counters)
+    assert scale > 0
     assert prefix is None or window is None
     assert raw is None or (prefix is None and requests is None)
     acc = stats = counters
@@ -261,10 +265,10 @@ def decode(
         _decode, (count, kv_heads, splits), q, cache, out, acc, stats, counters, tables, lens,
         lens if starts is None else starts, lens if requests is None else requests, *shared,
         q_weight, k_weight, *(angles or (q, q)), lens if raw is None else raw.slots,
-        q.stride(0), q.stride(1), tables.stride(0), cache.shape[3], side, block, head,
+        q.stride(0), q.stride(1), tables.stride(0), side, block, head,
         scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group, prefix.splits if prefix else 1,
         eps,
-        ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, MIN_BLOCKS=max(1, MIN_KEYS // keys),
+        ROWS=rows, DIM=dim, BLOCK_D=block_d, SIZE=cache.shape[3], KEYS=keys, MIN_BLOCKS=max(1, MIN_KEYS // keys),
         CAP=softcap is not None, CHOSEN=requests is not None, SHARED=prefix is not None,
         RAW=raw is not None, NORM=norms is not None, ROTATE=angles is not None, EARLY=early,
         num_warps=warps, num_stages=stages, **launch_options(early),

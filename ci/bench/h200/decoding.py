@@ -21,8 +21,10 @@ SHAPES = (
     (32, 1, 3), (32, 1, 5), (64, 1, 3), (64, 2, 3), (64, 2, 5), (64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 8, 3),
 )  # fmt: skip
 """Keys a step, warps, pipeline stages."""
-PREFIX_SHAPES = ((128, 64, 4, 3), (128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4))
-"""Rows of a tile, keys a step, warps, pipeline stages."""
+PREFIX_SHAPES = (
+    (128, 64, 4, 3, 2), (128, 64, 8, 3, 1), (128, 64, 8, 3, 2), (64, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 64, 4, 3, 4),
+)  # fmt: skip
+"""As `prefix.Shape`."""
 SPLITS = (1, 2, 4, 8, 16)
 COLD = 300 << 20
 """Bytes of all layers together, at least: several times the L2 cache."""
@@ -55,7 +57,7 @@ class Decoding:
         decode.decode(*given, prefix=found, shape=shape)
         return out
 
-    def shared(self, shape: tuple[int, int, int, int] | None = None, layer: int = 0) -> Any:
+    def shared(self, shape: prefix.Shape | None = None, layer: int = 0) -> Any:
         cache = self.caches[layer]
         return prefix.prefix(self.q, cache, self.tables, self.tokens, self.scale, None, self.processors, shape)
 
