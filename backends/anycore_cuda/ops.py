@@ -175,7 +175,7 @@ class CudaOps(Ops):
     def sample(self, logits: Tensor, params: Sampling) -> Samples:
         raw = sampling.raw_of(logits, params)
         finite: Tensor | None = None
-        if sampling.is_edited(params):
+        if params.edited:
             finite = sampling.row_is_finite(logits)
             if params.penalties is not None:
                 edits.penalise(logits, params.penalties)

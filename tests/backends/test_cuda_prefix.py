@@ -91,8 +91,7 @@ def test_a_prefix_of_every_length_gives_the_same() -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_steps_that_only_decode_share_and_others_do_not(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "SHARED_TOKENS", 64)
-    monkeypatch.setattr(ops, "SHARING_REQUESTS", 2)
+    monkeypatch.setattr(ops, "SAVED_TOKENS", 64)
     counted = Counter[str]()
     monkeypatch.setattr(ops, "prefix", lambda *a, **named: counted.update(["prefix"]) or prefix(*a, **named))
     case = AttentionCase("float32", 16, True, SIZE, window, None, 4, 2)
@@ -114,8 +113,7 @@ def test_requests_over_a_cached_prefix_equal_those_that_share_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole engine, replayed steps among them: the shared path is taken, and its tokens are those of each alone."""
-    monkeypatch.setattr(ops, "SHARED_TOKENS", 64)
-    monkeypatch.setattr(ops, "SHARING_REQUESTS", 2)
+    monkeypatch.setattr(ops, "SAVED_TOKENS", 64)
     limits = Limits(max_num_seqs=3, max_num_batched_tokens=80, max_model_len=96, block_size=SIZE, blocks=30)
     monkeypatch.setattr(test_cuda_engine, "LIMITS", limits)
     folder = tmp_path / "model"

@@ -82,12 +82,12 @@ def _matvec(
 def shape_of(rows: int, columns: int) -> tuple[int, int, int]:
     """Rows, columns a turn, and warps of a program, as measured to be fast on an H200 (ci/bench/h200)."""
     if rows >= 1 << 14:
-        return 4, 512, 1
+        return 4, 512, 2
     if columns <= 1024:
-        return (2, 1024, 4) if rows < 4096 else (4, 1024, 2)
-    if columns > 8192:
-        return 4, 1024, 2
-    return (2, 2048, 8) if rows < 2048 else (4, 512, 4)
+        return (4, 1024, 2) if rows < 4096 else (4, 512, 4)
+    if rows < 2048:
+        return 2, 4096, 8
+    return (4, 512, 4) if rows > columns else (4, 1024, 4)
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
