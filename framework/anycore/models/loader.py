@@ -239,11 +239,10 @@ def copied(places: dict[str, Place], checkpoint: Checkpoint, dtype: str) -> Iter
                     f"{checkpoint.file_of(name)}: {name} is {tensor.dtype}: quantised weights are not supported"
                 )
             parameter = place.parameter
-            target = getattr(torch, "float32" if parameter.exact else dtype)
-            host, left = begun.pop(parameter.name, None) or (
-                torch.empty(parameter.shape, dtype=target),
-                parameter.shape[0],
-            )
+            if parameter.name not in begun:
+                target = getattr(torch, "float32" if parameter.exact else dtype)
+                begun[parameter.name] = torch.empty(parameter.shape, dtype=target), parameter.shape[0]
+            host, left = begun.pop(parameter.name)
             if left > place.rows:
                 begun[parameter.name] = host, left - place.rows
             rows = host[place.first : place.first + place.rows]
