@@ -363,7 +363,9 @@ def kernels() -> None:
     import torch
     from triton.testing import do_bench
 
-    from anycore_cuda.kernels import attention, decode, gated, norm, rotary, sampling
+    from anycore.contract.batch import Penalties
+    from anycore.contract.sampling import report
+    from anycore_cuda.kernels import attention, decode, edits, gated, norm, rotary, sampling
 
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
 
@@ -435,11 +437,22 @@ def kernels() -> None:
         warm, draws = torch.full((rows,), 0.6, device="cuda"), torch.rand(rows, device="cuda", dtype=torch.float64)
         k, p = torch.full((rows,), 20, device="cuda"), torch.full((rows,), 0.8, device="cuda")
         show(f"choose {rows}", lambda a=(logits, warm, draws): sampling.choose(*a), logits.nbytes)
+        flat, many, least = logits / 30, torch.full_like(k, 2000), torch.full_like(p, 0.05)
+        for name, given in {
+            "top-k top-p": (logits, warm, draws, k, p, None),
+            "top-p": (logits, warm, draws, None, p, None),
+            "min-p": (logits, warm, draws, None, None, least),
+            "top-k 2000": (logits, warm, draws, many, None, None),
+            "top-p of nearly equal logits": (flat, warm, draws, None, p, None),
+        }.items():
+            show(f"{name} {rows}", lambda a=given: sampling.choose(*a), logits.nbytes)
+        seat, counts = torch.arange(rows, device="cuda"), torch.zeros(rows, 151936, dtype=torch.int32, device="cuda")
+        penalties = Penalties(seat, counts, seat, warm, warm, warm)
+        show(f"penalties {rows}", lambda a=(logits, penalties): edits.penalise(*a), 3 * logits.nbytes)
         show(
-            f"top-k top-p {rows}",
-            lambda a=(logits, warm, draws, k, p, None): sampling.choose(*a),
-            logits.nbytes,
-        )
+            f"log-probabilities {rows}",
+            lambda x=logits, ids=seat: report(x, ids, 5, sampling.normaliser(x)), logits.nbytes,
+        )  # fmt: skip
 
 
 def tune() -> None:

@@ -89,6 +89,16 @@ class Sampling:
     logprobs: int | None = None  # how many alternatives to report (0: only the sampled id); None: no logprobs at all
     all_greedy: bool = False  # host hint: every temperature is 0
 
+    @property
+    def filtered(self) -> bool:
+        """Whether some ids may be left out of draws."""
+        return not self.all_greedy and any(x is not None for x in (self.top_k, self.top_p, self.min_p))
+
+    @property
+    def edited(self) -> bool:
+        """Whether logits are changed before an id is chosen."""
+        return any(x is not None for x in (self.penalties, self.bias, self.banned))
+
 
 IN_PROMPT = 1 << 30
 """What an id of the prompt has in `Penalties.counts` beside the number of times it was generated."""

@@ -241,6 +241,4 @@ def replayable(batch: Batch) -> bool:
 
 def is_plain(sampling: Sampling) -> bool:
     """Whether there is nothing to sampling but temperatures and draws."""
-    filtered = not (sampling.all_greedy or sampling.top_k is sampling.top_p is sampling.min_p is None)
-    edited = not (sampling.penalties is sampling.bias is sampling.banned is None)
-    return not filtered and not edited and sampling.logprobs is None
+    return not sampling.filtered and not sampling.edited and sampling.logprobs is None

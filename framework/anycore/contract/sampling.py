@@ -29,16 +29,11 @@ def sample(logits: Tensor, params: Sampling) -> Samples:
     return samples
 
 
-def is_edited(params: Sampling) -> bool:
-    """Whether `adjust` changes logits."""
-    return not (params.penalties is params.bias is params.banned is None)
-
-
 def raw_of(logits: Tensor, params: Sampling) -> Tensor | None:
     """The logits that log-probabilities are of, out of the way of `adjust`; None if nobody wants any."""
     if params.logprobs is None:
         return None
-    return logits.clone() if is_edited(params) else logits
+    return logits.clone() if params.edited else logits
 
 
 def row_is_finite(logits: Tensor) -> Tensor:

@@ -143,10 +143,12 @@ def activation_bytes(spec: ModelSpec, dtype: str, rows: int) -> int:
 
 
 def logits_bytes(spec: ModelSpec, seqs: int) -> int:
-    """Logits of one row a sequence in float32, and the temporaries of sampling; nothing where no head is loaded."""
+    """Logits of one row a sequence in float32, what penalties count of each, and the temporaries of sampling; nothing
+    where no head is loaded.
+    """
     if spec.head != "lm":
         return 0
-    return spec.vocab_size * (4 * seqs + SAMPLING_BYTES * min(seqs, SAMPLED_ROWS))
+    return spec.vocab_size * (8 * seqs + SAMPLING_BYTES * min(seqs, SAMPLED_ROWS))
 
 
 def _head_bytes(spec: ModelSpec, dtype: str) -> int:

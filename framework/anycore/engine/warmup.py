@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(engine: Engine) -> None:
-    """Run two short requests together, then forget them.
+    """Run two short requests together, one of which asks for all that sampling can do, then forget them.
 
     Raises:
         NonFiniteOutput: an output held NaN or infinity.
@@ -25,7 +25,7 @@ def warm_up(engine: Engine) -> None:
     vocab = engine.spec.vocab_size
     length = min(ROWS, engine.limits.max_model_len - 2)
     texts = [[(7 + 3 * i + i * i) % vocab for i in range(length)], [(11 + 5 * i) % vocab for i in range(length)]]
-    requests = [_request(engine.task, f"warm-up-{i}", tokens) for i, tokens in enumerate(texts)]
+    requests = [_request(engine.task, f"warm-up-{i}", tokens, extras=i > 0) for i, tokens in enumerate(texts)]
     deltas: list[Delta] = []
     try:
         for request in requests:
@@ -60,8 +60,14 @@ def warm_up(engine: Engine) -> None:
     engine.forget_stats()
 
 
-def _request(task: Task, name: str, tokens: list[int]) -> NewRequest:
+EXTRAS = SamplingParams(
+    max_tokens=2, ignore_eos=True, temperature=1, top_k=2, top_p=0.9, min_p=0.01, seed=0, repetition_penalty=1.1,
+    presence_penalty=0.1, frequency_penalty=0.1, logit_bias={0: 0.5}, bad_words_ids=((1,),), logprobs=1,
+)  # fmt: skip
+
+
+def _request(task: Task, name: str, tokens: list[int], extras: bool) -> NewRequest:
     if task is Task.GENERATE:
-        sampling = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        sampling = EXTRAS if extras else SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         return NewRequest(id=name, task=task, token_ids=tokens, sampling=sampling)
     return NewRequest(id=name, task=task, token_ids=tokens, pooling=PoolingParams())
