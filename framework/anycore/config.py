@@ -147,6 +147,9 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "address to listen on")
     port: int = setting(8000, "port to listen on; 0 takes a free one and prints it")
+    api_servers: int = setting(
+        1, "front processes that share the port, for many streams at once", flags=("--api-server-count",)
+    )
     api_key: tuple[str, ...] = setting(
         (),
         "keys that requests must carry (better: ANYCORE_API_KEY or --api-key-file, which do not show in ps)",
@@ -164,6 +167,8 @@ class ServerConfig:
         check_choices(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}", param="port")
+        if self.api_servers < 1:
+            raise ConfigError(f"--api-servers must be at least 1, not {self.api_servers}", param="api_servers")
         if self.max_body_size < 1024:
             raise ConfigError(
                 f"--max-body-size must be at least 1024 bytes, not {self.max_body_size}", param="max_body_size"

@@ -67,7 +67,9 @@ class EngineClient:
         strict: bool = False,
         command: tuple[str, ...] = COMMAND,
         progress: Callable[[str, float], None] | None = None,
+        front: int | None = None,
     ) -> None:
+        """`front` is this process's number where several fronts share the engine."""
         self.config = config
         self.name = config.names[0]
         self.observer = observer
@@ -78,6 +80,8 @@ class EngineClient:
         self.card: dict[str, Any] = {}
         self.stats = Stats()
         self.dead = asyncio.Event()
+        self.front = front or 0
+        self._mark = "" if front is None else f"{front}:"  # before ids on their way: says whose they are
         self._command = command
         self._progress = progress
         number = next(self._numbers)
@@ -205,20 +209,20 @@ class EngineClient:
             raise Unavailable("the server is shutting down and takes no new requests", code="shutting_down")
         if self.phase is not Phase.READY:
             raise Unavailable(f"the model is not ready: {self.phase.value}", code=f"model_{self.phase.value}")
-        if request.id in self._streams:
+        if self._mark + request.id in self._streams:
             raise BadRequest(f"request id {request.id!r} is in use", param="request_id")
-        stream = self._streams[request.id] = Stream(self, request)
-        self._send(wire.Submit(request))
+        stream = self._streams[self._mark + request.id] = Stream(self, request)
+        self._send(wire.Submit(msgspec.structs.replace(request, id=self._mark + request.id)))
         return stream
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Let the engine forget a request, or one sequence of it."""
         if self.phase is Phase.READY:
-            self._send(wire.Abort(request_id, index))
+            self._send(wire.Abort(self._mark + request_id, index))
 
     def forget(self, stream: Stream) -> None:
         """Stop routing deltas to a stream that has ended."""
-        self._streams.pop(stream.request.id, None)
+        self._streams.pop(self._mark + stream.request.id, None)
 
     def fail_all(self, error: AnycoreError) -> None:
         """End every live request with an error."""
@@ -260,15 +264,21 @@ class EngineClient:
             self.card, self.stats = report.card, report.stats
             self.phase, self.activity, self.fraction = Phase.READY, "", 1.0
             self.observer.begin(self.card, lambda: self.stats)
-            self._forget_paths()
+            if not self._mark:
+                self.forget_paths()
             self.ready.set_result(None)
         else:
             failure = AnycoreError(report.message, param=report.param, code=report.code)
             failure.exit_code = report.exit_code
             self._die(failure)
 
-    def _forget_paths(self) -> None:
-        """Remove the socket files, now that both are connected: a killed server leaves nothing behind."""
+    @property
+    def address(self) -> str:
+        """Where the engine takes commands."""
+        return self._boot.commands
+
+    def forget_paths(self) -> None:
+        """Remove the socket files, once all are connected: a killed server leaves nothing behind."""
         for address in (self._boot.commands, self._boot.reports):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         with suppress(OSError):  # another engine's are still there

@@ -61,6 +61,7 @@ class Link:
             socket.linger = LINGER_MS
         self._commands.bind(boot.commands)
         self._reports.connect(boot.reports)
+        self._fronts = {0: self._reports}  # of several fronts, each hears of its own requests
         self._shown: tuple[str, int] | None = None
 
     def receive(self, wait: bool) -> list[wire.Command]:
@@ -75,6 +76,29 @@ class Link:
     def send(self, report: wire.Report) -> None:
         self._reports.send(wire.encode(report))
 
+    def attach(self, command: wire.Attach, ready: wire.Ready) -> None:
+        """Let a further front hear of its requests."""
+        socket = self._fronts[command.front] = self._context.socket(zmq.PUSH)
+        socket.set_hwm(0)
+        socket.linger = LINGER_MS
+        socket.connect(command.reports)
+        socket.send(wire.encode(ready))
+
+    def share(self, output: wire.Output) -> None:
+        """Send every front its part of what a turn brought."""
+        if len(self._fronts) == 1:
+            self.send(output)
+            return
+        parts = {front: wire.Output(stats=output.stats) for front in self._fronts}
+        for delta in output.deltas:
+            parts[front_of(delta.id)].deltas.append(delta)
+        for request_id in output.admitted:
+            parts[front_of(request_id)].admitted.append(request_id)
+        for refusal in output.refused:
+            parts[front_of(refusal.id)].refused.append(refusal)
+        for front, part in parts.items():
+            self._fronts[front].send(wire.encode(part))
+
     def progress(self, name: str, fraction: float) -> None:
         """Report progress in whole percents."""
         shown = (name, int(100 * fraction))
@@ -84,8 +108,13 @@ class Link:
 
     def close(self) -> None:
         self._commands.close()
-        self._reports.close()
+        for socket in self._fronts.values():
+            socket.close()
         self._context.term()
+
+
+def front_of(request_id: str) -> int:
+    return int(request_id.partition(":")[0])
 
 
 def run(boot: wire.Boot, launch: Launch) -> int:
@@ -98,7 +127,7 @@ def run(boot: wire.Boot, launch: Launch) -> int:
             return 0
         engine, card = build(link.progress)
         link.send(wire.Ready(card, engine.stats()))
-        turn(engine, link)
+        turn(engine, link, card)
         return 0
     except AnycoreError as error:
         log.debug("giving up", exc_info=error)
@@ -112,18 +141,21 @@ def run(boot: wire.Boot, launch: Launch) -> int:
         link.close()
 
 
-def turn(engine: Engine, link: Link) -> None:
+def turn(engine: Engine, link: Link, card: dict[str, Any]) -> None:
     """Take commands and step while there is work; sleep while there is none."""
     while True:
         output = wire.Output()
         for command in link.receive(wait=not engine.has_work()):
             if isinstance(command, wire.Stop):
                 return
-            obey(engine, command, output)
+            if isinstance(command, wire.Attach):
+                link.attach(command, wire.Ready(card, engine.stats()))
+            else:
+                obey(engine, command, output)
         if engine.has_work():
             output.deltas = engine.step()
         output.stats = engine.stats()
-        link.send(output)
+        link.share(output)
 
 
 def obey(engine: Engine, command: wire.Command, output: wire.Output) -> None:
@@ -157,7 +189,7 @@ def die_with_parent(directory: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def read_boot() -> wire.Boot:
+def read_line() -> bytes:
     """Read the settings, one line of JSON, and nothing beyond it."""
     line = bytearray()
     while not line.endswith(b"\n"):
@@ -165,12 +197,12 @@ def read_boot() -> wire.Boot:
         if not byte:
             raise SystemExit("no settings on standard input: this program is started by `anycore serve`")
         line += byte
-    return msgspec.json.decode(line, type=wire.Boot)
+    return bytes(line)
 
 
 def main(launch: Launch) -> int:
     """Entry of the process. The front alone decides when it ends: Ctrl-C and a service manager's SIGTERM do not."""
-    boot = read_boot()
+    boot = msgspec.json.decode(read_line(), type=wire.Boot)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent(boot.directory)

@@ -11,12 +11,15 @@ from pathlib import Path
 from anycore import plugins
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import Unavailable
+from anycore.server import wire
 from anycore.server.app import create_app
 from anycore.server.aside import aside
 from anycore.server.auth import Guard
 from anycore.server.bridge import EngineClient
+from anycore.server.fronts import FrontBoot, Fronts
 from anycore.server.http import HttpServer
 from anycore.server.metrics import Metrics
+from anycore.server.port import BACKLOG
 from anycore.server.state import ServedModel, ServerState
 
 DEAD_SECONDS = 3.0  # from an engine's death to the end of the server: probes see it, other models finish what they can
@@ -37,8 +40,12 @@ class Server:
         *,
         progress: Callable[[str, float], None] | None = None,
         client: Callable[..., EngineClient] = EngineClient,
+        fronts: Fronts | None = None,
     ) -> None:
         self.config = config
+        self.fronts = fronts
+        self._directory = directory
+        marked = {} if fronts is None else {"front": 0}
         self.metrics = Metrics()
         self.clients = [
             client(
@@ -48,6 +55,7 @@ class Server:
                 log_level=config.log_level,
                 strict=config.strict,
                 progress=progress,
+                **marked,
             )
             for model in models
         ]
@@ -66,16 +74,20 @@ class Server:
             self._now.set()
         self._stop.set()
 
-    async def run(self, listener: socket.socket) -> int:
+    async def run(self, listener: socket.socket, late: Callable[[], None] | None = None) -> int:
         """Serve on an open socket until stopped; return the exit code.
+
+        Args:
+            late: called when all is ready; until then nothing is answered.
 
         Raises:
             AnycoreError: a model cannot be served.
         """
         http = HttpServer(self.app)
-        serving = asyncio.create_task(http.serve(sockets=[listener]))
-        loading = asyncio.create_task(self._bring_up())
-        ends = [asyncio.create_task(event.wait()) for event in (self._stop, *(c.dead for c in self.clients))]
+        loading = asyncio.create_task(self._bring_up(listener))
+        serving = asyncio.create_task(self._answer(http, listener, late, loading))
+        deaths = [client.dead for client in self.clients] + ([self.fronts.dead] if self.fronts else [])
+        ends = [asyncio.create_task(event.wait()) for event in (self._stop, *deaths)]
         try:
             await asyncio.wait([loading, serving, ends[0]], return_when=asyncio.FIRST_COMPLETED)
             if loading.done():
@@ -87,16 +99,31 @@ class Server:
             http.force_exit = self._now.is_set()
             for task in (loading, *ends):
                 task.cancel()
+            if self.fronts is not None:
+                await self.fronts.stop(self._now.is_set())
             await asyncio.gather(serving, *(client.stop() for client in self.clients), return_exceptions=True)
         died = [client.failure.exit_code for client in self.clients if client.failure is not None]
+        if self.fronts is not None and self.fronts.dead.is_set():
+            died.append(1)
         return died[0] if died else 128 + self._second_signal if self._second_signal else 0
 
-    async def _bring_up(self) -> None:
+    async def _answer(
+        self, http: HttpServer, listener: socket.socket, late: Callable[[], None] | None, loading: asyncio.Task[None]
+    ) -> None:
+        if late is not None:
+            await asyncio.wait([loading])
+            listener.listen(BACKLOG)
+            late()
+        await http.serve(sockets=[listener])
+
+    async def _bring_up(self, listener: socket.socket) -> None:
         """Plan every model, and only when all can be served let them load.
 
         Raises:
             AnycoreError: one cannot; no weights are read.
         """
+        if self.fronts is not None:
+            await self.fronts.start()
         await asyncio.gather(*(client.start() for client in self.clients))
         found = self.state.plugins = await aside(plugins.load)
         planned = await asyncio.gather(*(client.planned for client in self.clients))
@@ -106,7 +133,23 @@ class Server:
         for model, plan in zip(self.served, planned, strict=True):
             await aside(model.read, plan, found.architectures(), template)
         await asyncio.gather(*(client.ready for client in self.clients))
+        if self.fronts is not None:
+            await self.fronts.attach(self._front_boot(listener, planned))
+            for client in self.clients:
+                client.forget_paths()
         log.info("ready: %s", ", ".join(name for model in self.served for name in model.names))
+
+    def _front_boot(self, listener: socket.socket, planned: list[wire.Planned]) -> FrontBoot:
+        return FrontBoot(
+            number=0,
+            config=self.config,
+            host=self.config.host,
+            port=listener.getsockname()[1],
+            directory=str(self._directory),
+            models=[client.config for client in self.clients],
+            planned=planned,
+            engines=[client.address for client in self.clients],
+        )
 
     async def _drain(self) -> None:
         """Take nothing new; let what runs finish until the limit, then end it with an error."""
@@ -115,11 +158,14 @@ class Server:
         died = any(client.dead.is_set() for client in self.clients)
         limit = DEAD_SECONDS if died else self.config.shutdown_timeout
         self.state.draining = True
+        if self.fronts is not None:
+            self.fronts.drain(died)
         for client in self.clients:
             client.drain()
         log.info("stopping: %d requests have %g s to finish", sum(client.live for client in self.clients), limit)
         while loop.time() - began < limit and not self._now.is_set():
-            if not died and not any(client.live for client in self.clients):
+            busy = any(client.live for client in self.clients) or (self.fronts is not None and self.fronts.running)
+            if not died and not busy:
                 break
             await asyncio.sleep(POLL_SECONDS)
         for client in self.clients:

@@ -8,12 +8,14 @@ has both the old and the new name.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from anycore.engine.request import FinishReason, NewRequest, RequestRecord, Stats
 from anycore.errors import Overloaded
@@ -101,6 +103,7 @@ class Metrics:
             "1; the KV cache in its labels",
             (*LABELS, "block_size", "num_blocks", "cache_dtype", "enable_prefix_caching"),
             registry=self.registry,
+            multiprocess_mode="max",
         )
         self.unknown_fields = Counter(
             PREFIX + "unknown_request_fields", "request fields that nothing here reads", registry=self.registry
@@ -117,8 +120,13 @@ class Metrics:
         return model
 
     def render(self) -> bytes:
-        """Return all series in Prometheus' text format."""
-        return generate_latest(self.registry)
+        """Return all series in Prometheus' text format; of several fronts, their sums."""
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return generate_latest(self.registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        registry.register(self)
+        return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the engines count, as of their last report. Called by the registry."""

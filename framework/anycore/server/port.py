@@ -10,8 +10,11 @@ from anycore.errors import ConfigError
 BACKLOG = 2048
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, shared: bool = False, begin: bool = True) -> socket.socket:
     """Bind and listen. Connections wait in the kernel until the server takes them.
+
+    A `shared` port may be listened to by several processes, among which the kernel divides connections. Without
+    `begin` the port is bound and gets no connections yet.
 
     Raises:
         ConfigError: the port is in use or reserved, or the host is no address of this machine.
@@ -28,8 +31,11 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # restart right after a stop
         if family is socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # `::` takes IPv4 too
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)  # now, not later: two sockets may be bound to one port, but only one may listen
+        if begin:
+            listener.listen(BACKLOG)  # now, not later: two sockets may be bound to one port, but only one may listen
     except OSError as error:
         listener.close()
         raise _explain(error, host, port) from error

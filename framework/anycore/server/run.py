@@ -23,6 +23,7 @@ from anycore.errors import ConfigError
 from anycore.server import aside, logs
 from anycore.server.auth import Guard, read_keys
 from anycore.server.bridge import EngineClient
+from anycore.server.fronts import Fronts
 from anycore.server.port import listen, url_of
 
 SOCKET_PATH = 100  # bytes that every system allows for the path of a local socket, its name included
@@ -47,11 +48,23 @@ def serve(
     check_names(models)
     keys = read_keys(config)
     logs.configure(config.log_level, keys)
-    listener = listen(config.host, config.port)
+    listener = open_port(config)
     with listener:
         code = asyncio.run(_serve(config, models, Guard(keys), listener, progress, client))
     leave_if_busy(code)
     return code
+
+
+def open_port(config: ServerConfig) -> socket.socket:
+    """Listen, alone on the port; where several fronts will share it, first make sure that nobody else is there."""
+    listener = listen(config.host, config.port)
+    if config.api_servers == 1:
+        return listener
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError("--api-servers needs a system whose processes can share a port", param="api_servers")
+    port = listener.getsockname()[1]
+    listener.close()
+    return listen(config.host, port, shared=True)
 
 
 def leave_if_busy(code: int) -> None:
@@ -81,10 +94,13 @@ async def _serve(
     progress: Callable[[str, float], None] | None,
     client: Callable[..., EngineClient],
 ) -> int:
+    directory = private_directory()
+    if config.api_servers > 1:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared_metrics(directory))  # read when it is imported
     from anycore.server.lifecycle import Server  # heavy imports start here, once the port is ours
 
-    directory = private_directory()
-    server = Server(config, models, guard, directory, progress=progress, client=client)
+    fronts = Fronts(config.api_servers - 1) if config.api_servers > 1 else None
+    server = Server(config, models, guard, directory, progress=progress, client=client, fronts=fronts)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.signalled, number)
@@ -93,6 +109,13 @@ async def _serve(
         return await server.run(listener)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def shared_metrics(directory: Path) -> Path:
+    """Make the folder in which all fronts count, so that any of them can tell the sums."""
+    folder = directory / "metrics"
+    folder.mkdir()
+    return folder
 
 
 def private_directory() -> Path:

@@ -34,6 +34,13 @@ class Abort(msgspec.Struct, tag="abort"):
     index: int | None = None  # of one sequence; None: the whole request
 
 
+class Attach(msgspec.Struct, tag="attach"):
+    """A further front listens at `reports`, and begins the ids of its requests with its number and a colon."""
+
+    front: int
+    reports: str
+
+
 class Drain(msgspec.Struct, tag="drain"):
     """Refuse the requests that have not run yet."""
 
@@ -42,7 +49,7 @@ class Stop(msgspec.Struct, tag="stop"):
     """Leave the loop and exit."""
 
 
-Command = Load | Submit | Abort | Drain | Stop
+Command = Load | Submit | Abort | Attach | Drain | Stop
 
 
 class Planned(msgspec.Struct, tag="planned"):
