@@ -21,8 +21,11 @@ import torch
 
 from anycore.contract import checks, endtoend
 from anycore.contract.backend import Backend, KVSpec
+from anycore.contract.check_graphs import check_optimized
+from anycore.contract.check_weights import check_quantised
 from anycore.contract.checks import AttentionCase
 from anycore.contract.declare import CONTRACT_VERSION, DTYPES, FEATURES, BackendSpec, Level, Support, Task
+from anycore.contract.ops import Ops
 from anycore.errors import AnycoreError
 from anycore.plugins import load
 
@@ -129,6 +132,8 @@ class BackendConformance:
 
     def test_shared_prefix(self, device: Backend, shared_case: AttentionCase) -> None:
         checks.check_shared_prefix(device, shared_case)
+        if type(device.ops).shares is not Ops.shares:  # long prefixes may go another way
+            checks.check_shared_prefix(device, shared_case, shared=2080, requests=40)
 
     def test_packed_attention(self, device: Backend, packed_case: AttentionCase) -> None:
         checks.check_packed_attention(device, packed_case)
@@ -140,6 +145,10 @@ class BackendConformance:
     def test_linear(self, device: Backend, dtype: str, rows: int) -> None:
         for shape, biased in product(((64, 48), (50, 33), (3, 256), (1, 32)), (False, True)):
             checks.check_linear(device, dtype, rows, shape, biased)
+
+    @pytest.mark.parametrize("rows", [0, 1, 5, 33])
+    def test_linear_with_quantised_weights(self, device: Backend, dtype: str, rows: int) -> None:
+        check_quantised(device, dtype, rows, biased=rows > 1)
 
     def test_linear_of_no_rows(self, device: Backend, dtype: str) -> None:
         checks.check_linear(device, dtype, 0, (64, 48), biased=True)
@@ -178,6 +187,14 @@ class BackendConformance:
     def test_sampling(self, device: Backend) -> None:
         checks.check_sampling(device)
         checks.check_edits(device)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def test_optimized_steps(self, device: Backend, dtype: str) -> None:
+        self.need(Task.GENERATE, "causal", dtype)
+        rows = [row for row in self.claims() if row.attention == "causal" and dtype in row.weights]
+        size = next((row.block_sizes[0] for row in rows if row.block_sizes), 16)
+        check_optimized(device, AttentionCase(dtype, self.head_dim("causal"), causal=True, block_size=size))
 
     # --- whole tasks ---------------------------------------------------------------------------------------------
 
