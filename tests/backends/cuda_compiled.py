@@ -1,0 +1,122 @@
+"""Compiles the CUDA backend's kernels for compute capability 9.0 on a machine without a GPU; nothing is computed.
+
+Run as a program of its own (Triton must not interpret): python cuda_compiled.py FOLDER, which holds a decoder. Prints
+as JSON which kernels the rehearsal compiled, and which were still missing in what it stands for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
+
+from anycore.contract.backend import Backend, KVSpec, Memory
+from anycore.contract.batch import Batch, Sampling
+from anycore.contract.declare import Task
+from anycore.contract.graphs import GraphStep, NotCaptured
+from anycore.contract.sizes import Limits
+from anycore.engine.blocks import BlockPool
+from anycore.engine.engine import Engine
+from anycore.engine.request import NewRequest, SamplingParams
+from anycore.engine.runner import Runner
+from anycore.engine.scheduler import Scheduler
+from anycore.models import loader
+from anycore.models.source import Source
+from anycore.models.spec import read_spec
+from anycore_cuda.kernels.launch import launch
+from anycore_cuda.ops import CudaOps
+
+LIMITS = Limits(max_num_seqs=40, max_num_batched_tokens=64, max_model_len=64, block_size=16, blocks=12)
+
+
+class Driver:
+    """What Triton asks of a device in order to compile for it."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class HostMemory(Memory):
+    def total(self) -> int:
+        return 1 << 30
+
+    def free(self) -> int:
+        return 1 << 29
+
+    def allocate_kv(self, kv: KVSpec, blocks: int) -> list[torch.Tensor]:
+        shape = (2, blocks, kv.kv_heads, kv.block_size, kv.head_dim)
+        return [torch.zeros(shape, dtype=getattr(torch, kv.dtype)) for _ in range(kv.layers)]
+
+
+def no_graphs(work: Any) -> Any:
+    raise NotCaptured("there is no device")
+
+
+def leave_out(kernel: Any) -> None:
+    """In place of loading a kernel: launches of it do nothing."""
+    kernel.module, kernel.function, kernel._run = "none", 0, lambda *arguments: None
+
+
+def main(folder: str) -> None:
+    compiled: list[str] = []
+    rehearsed: list[str] = []
+    triton.runtime.driver.set_active(Driver())
+    CompiledKernel._init_handles = leave_out
+    torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    triton.knobs.compilation.listener = lambda src, **more: compiled.append(src.fn.__name__)
+
+    source = Source(folder, Path(folder))
+    spec = read_spec(source).for_task(Task.GENERATE)
+    memory = HostMemory(torch.device("cpu"))
+    ops = CudaOps(memory, processors=132, early=True)
+    ops.wide_products = False  # the CPU has none
+    backend = Backend(memory.device, memory, ops)
+    seen: list[tuple[GraphStep, Batch]] = []
+
+    @contextmanager
+    def rehearsal() -> Iterator[None]:
+        with launch.compiling(backend.device):
+            yield
+        rehearsed.extend(compiled)
+        compiled.clear()
+
+    def optimize(step: Any, limits: Limits) -> Any:
+        graphs = GraphStep(step, ops, limits, backend.device, no_graphs, rehearsal=rehearsal)
+
+        def watched(batch: Batch, sampling: Sampling | None) -> Any:
+            seen.append((graphs, batch))
+            return graphs(batch, sampling)
+
+        return watched
+
+    backend.optimize = optimize  # type: ignore[method-assign]
+    model = loader.load(source, spec, backend, "bfloat16")
+    kv = memory.allocate_kv(spec.kv(LIMITS.block_size, "bfloat16"), LIMITS.blocks)
+    pool = BlockPool(LIMITS.blocks, LIMITS.block_size)
+    engine = Engine(Runner(model, backend, Task.GENERATE, LIMITS, kv), Scheduler(LIMITS, pool), LIMITS)
+    for i in range(2):
+        sampling = SamplingParams(max_tokens=2, temperature=0.6)
+        engine.add(NewRequest(id=str(i), task=Task.GENERATE, token_ids=[5, 6, 7], sampling=sampling))
+    engine.step()
+    graphs, batch = seen[0]
+    with torch.inference_mode():
+        graphs._prepare(batch, LIMITS.max_num_seqs, True, False)
+    print(json.dumps({"rehearsed": sorted(rehearsed), "missing": sorted(compiled)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
