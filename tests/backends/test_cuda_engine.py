@@ -11,6 +11,8 @@ import tiny
 from backends.cuda_interpreted import interpreted
 
 from anycore.contract.backend import StepOutput
+from anycore.contract.check_graphs import check_optimized
+from anycore.contract.checks import AttentionCase
 from anycore.contract.declare import Task
 from anycore.contract.graphs import GraphStep, Replay, buckets
 from anycore.contract.sizes import Limits
@@ -65,6 +67,20 @@ def test_engine_on_the_kernels_equals_the_cpu_backend(tmp_path: Path) -> None:
     wanted = engines.run(engines.engine(folder), PROMPTS, max_tokens=4)
     assert [output.tokens for output in found] == [output.tokens for output in wanted]
     assert len(steps[0]._recorded) == 2 * len(buckets(LIMITS.max_num_seqs)), "no decode step was replayed"
+
+
+def test_replayed_steps_of_every_kind_equal_the_step_itself() -> None:
+    backend, steps = interpreted(), []
+
+    def optimize(step: Any, limits: Limits) -> GraphStep:
+        steps.append(GraphStep(step, backend.ops, limits, backend.device, capture))
+        return steps[0]
+
+    backend.optimize = optimize  # type: ignore[method-assign]
+    case = AttentionCase("float32", 16, causal=True, block_size=16, heads=4, kv_heads=2)
+    check_optimized(backend, case)
+    assert None not in steps[0]._recorded.values()
+    assert {whole for _, whole, _ in steps[0]._recorded} == {True, False}
 
 
 def test_buckets_reach_every_batch_size() -> None:

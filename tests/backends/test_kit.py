@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from anycore.contract import checks, reference, sampling
-from anycore.contract.backend import Backend, KVSpec, Memory
+from anycore.contract.backend import Backend, KVSpec, Limits, Memory, StepFn, StepOutput, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.check_graphs import check_optimized
 from anycore.contract.checks import AttentionCase
 from anycore.contract.ops import Ops
 from anycore_cpu.memory import CpuMemory
@@ -309,6 +310,41 @@ def test_kit_catches_wrong_sampling(sample: Callable[..., Samples]) -> None:
     checks.check_sampling(backend_of(Ops()))
     with pytest.raises(AssertionError):
         checks.check_sampling(backend_of(mutated(sample=sample)))
+
+
+class ForgetsWhatIsAsked(Backend):
+    """Its graphs were captured with the first sampling of a size, and are replayed with others."""
+
+    def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
+        first: dict[int, Sampling] = {}
+
+        def replayed(batch: Batch, given: Sampling | None) -> StepOutput:
+            return step(batch, given and first.setdefault(len(batch.query_lens), given))
+
+        return replayed
+
+
+class LeavesRowsBehind(Backend):
+    """Its buffers have room for more requests than there are, and the others' tokens stay in them."""
+
+    def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
+        kept: list[Tensor] = []
+
+        def replayed(batch: Batch, given: Sampling | None) -> StepOutput:
+            if given is not None:
+                kept.append(batch.input_ids)
+                batch = replace(batch, input_ids=kept[0][: len(batch.query_lens)])
+            return step(batch, given)
+
+        return replayed
+
+
+@pytest.mark.parametrize("mutant", [ForgetsWhatIsAsked, LeavesRowsBehind])
+def test_kit_catches_wrong_replays(mutant: type[Backend]) -> None:
+    case = AttentionCase("float32", 16, causal=True, block_size=16)
+    check_optimized(backend_of(Ops()), case)
+    with pytest.raises(AssertionError):
+        check_optimized(mutant(torch.device("cpu"), CpuMemory(), Ops()), case)
 
 
 class TooFewHandles(CpuMemory):

@@ -104,12 +104,12 @@ def check_optimized(backend: Backend, case: AttentionCase) -> None:
         for i in range(len(LENGTHS)):
             alone = fast(model.batch((i,), [1], [LENGTHS[i]], 0), model.sampling(kind, (i,)))
             assert together.samples is not None
-            part = Samples(*(x if x is None else x[i : i + 1] for x in vars(together.samples).values()))
-            same(alone, StepOutput(together.rows[i : i + 1], part), case.dtype, f"{case}, {kind}, alone or in company")
+            part = {name: x if x is None else x[i : i + 1] for name, x in vars(together.samples).items()}
+            same(alone, StepOutput(together.rows[i : i + 1], Samples(**part)), case.dtype, f"{case}, {kind}, alone or in company")
 
 
 def same(got: StepOutput, own: StepOutput, dtype: str, what: str) -> None:
-    """Raise unless two outputs agree. Ids must be equal in float32; in others rounding may put a draw beyond an edge."""
+    """Raise unless two outputs agree. Ids are equal in float32; with others rounding may put a draw beyond an edge."""
     assert got.samples is not None
     assert own.samples is not None
     for name in ("finite", "ids", "ranks", "top_ids"):
