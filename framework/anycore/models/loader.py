@@ -241,7 +241,8 @@ def copied(places: dict[str, Place], checkpoint: Checkpoint, dtype: str) -> Iter
             parameter = place.parameter
             if parameter.name not in begun:
                 target = getattr(torch, "float32" if parameter.exact else dtype)
-                begun[parameter.name] = torch.empty(parameter.shape, dtype=target), parameter.shape[0]
+                with torch.inference_mode(False):  # which other threads are not in
+                    begun[parameter.name] = torch.empty(parameter.shape, dtype=target), parameter.shape[0]
             host, left = begun.pop(parameter.name)
             if left > place.rows:
                 begun[parameter.name] = host, left - place.rows
