@@ -104,8 +104,11 @@ def check_optimized(backend: Backend, case: AttentionCase) -> None:
         for i in range(len(LENGTHS)):
             alone = fast(model.batch((i,), [1], [LENGTHS[i]], 0), model.sampling(kind, (i,)))
             assert together.samples is not None
-            part = {name: x if x is None else x[i : i + 1] for name, x in vars(together.samples).items()}
-            same(alone, StepOutput(together.rows[i : i + 1], Samples(**part)), case.dtype, f"{case}, {kind}, alone or in company")
+            part: dict[str, Any] = {
+                name: x if x is None else x[i : i + 1] for name, x in vars(together.samples).items()
+            }
+            company = StepOutput(together.rows[i : i + 1], Samples(**part))
+            same(alone, company, case.dtype, f"{case}, {kind} sampling of request {i}, alone and in company")
 
 
 def same(got: StepOutput, own: StepOutput, dtype: str, what: str) -> None:
