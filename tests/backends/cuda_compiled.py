@@ -66,8 +66,21 @@ def no_graphs(work: Any) -> Any:
     raise NotCaptured("there is no device")
 
 
+hasty: list[str] = []
+"""Kernels that start early and touch what others write before they wait."""
+
+
+def waits(kernel: Any) -> bool:
+    """Whether a kernel waits before it writes, or, unless that is how it reads its weights, reads."""
+    before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    touching = ("st.global", "atom.", "red.", *(() if kernel.name == "_matvec" else ("ld.global", "cp.async")))
+    return bool(wait) and not any(word in before for word in touching)
+
+
 def leave_out(kernel: Any) -> None:
     """In place of loading a kernel: launches of it do nothing."""
+    if kernel.metadata.launch_pdl and not waits(kernel):
+        hasty.append(kernel.name)
     kernel.module, kernel.function, kernel._run = "none", 0, lambda *arguments: None
 
 
@@ -115,7 +128,7 @@ def main(folder: str) -> None:
     graphs, batch = seen[0]
     with torch.inference_mode():
         graphs._prepare(batch, LIMITS.max_num_seqs, True, False)
-    print(json.dumps({"rehearsed": sorted(rehearsed), "missing": sorted(compiled)}))
+    print(json.dumps({"rehearsed": sorted(rehearsed), "missing": sorted(compiled), "hasty": hasty}))
 
 
 if __name__ == "__main__":

@@ -27,4 +27,5 @@ def test_the_rehearsal_compiles_all_that_the_warm_up_runs(tmp_path: Path) -> Non
     assert found.returncode == 0, found.stderr
     kernels = json.loads(found.stdout.splitlines()[-1])
     assert kernels["missing"] == []
+    assert kernels["hasty"] == []
     assert {"_norm", "_prepare", "_attend", "_decode", "_gated", "_matvec", "_choose"} <= set(kernels["rehearsed"])
