@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +14,9 @@ from anycore.contract.batch import Batch
 from anycore.contract.graphs import GraphStep, NotCaptured, Replay
 from anycore.errors import PluginError
 from anycore_ascend.memory import AscendMemory
+from anycore_ascend.ops import AscendOps
 
-log = logging.getLogger(__name__)
-
+SET_ENV = "/usr/local/Ascend/ascend-toolkit/set_env.sh (for libatb.so: nnal/atb/set_env.sh)"
 GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Few, since every graph takes streams of the device, and none larger than a block: padding needs slots of its own."""
 
@@ -35,13 +34,10 @@ class AscendBackend(Backend):
             raise PluginError(f"the ascend backend sees {count} devices, there is no device {index}", param="device")
         device = torch.device("npu", index)
         npu.set_device(device)
-        self.npu = npu
         memory = AscendMemory(device)
-        from anycore_ascend.ops import AscendOps
-
-        fallbacks: dict[str, int] = {}
-        super().__init__(device, memory, AscendOps(memory, fallbacks))
-        self.fallbacks = fallbacks
+        ops = AscendOps(memory)
+        super().__init__(device, memory, ops)
+        self.npu, self.fallbacks = npu, ops.fallbacks
         self._pool: Any = None
         self._replayed = npu.Event()
 
@@ -56,9 +52,8 @@ class AscendBackend(Backend):
 
     def _capture(self, work: Callable[[], StepOutput]) -> tuple[Replay, StepOutput]:
         """Record into memory that all graphs share. Lengths are parameters of recorded tasks: replays renew them."""
-        self._check_capture()
-        if self._pool is None:
-            self._pool = self.npu.graph_pool_handle()
+        self._check_capture(work)
+        self._pool = self._pool or self.npu.graph_pool_handle()
         graph = self.npu.NPUGraph()
         stream = self.npu.current_stream(self.device)
         try:
@@ -86,26 +81,23 @@ class AscendBackend(Backend):
             recording.__exit__(None, None, None)
         self.npu.set_stream(stream)
 
-    def _check_capture(self) -> None:
-        if self.fallbacks:  # what computes them reads lengths on the host, which a replay would not renew
-            raise NotCaptured(f"{', '.join(self.fallbacks)} cannot be captured")
+    def _check_capture(self, work: Callable[[], StepOutput]) -> None:
+        before = dict(self.fallbacks)
+        work()
+        slow = [name for name, count in self.fallbacks.items() if count != before.get(name)]
+        if slow:  # what computes them reads lengths on the host, which a replay would not renew
+            raise NotCaptured(f"{', '.join(slow)} cannot be captured")
         for name, forbidden in (("TASK_QUEUE_ENABLE", "2"), ("ASCEND_LAUNCH_BLOCKING", "1")):
             if os.environ.get(name) == forbidden:
                 raise NotCaptured(f"{name}={forbidden} forbids it")
 
 
 def load_torch_npu() -> Any:
-    """Import torch_npu and return torch.npu.
-
-    Raises:
-        PluginError: with its own words and what to do.
-    """
+    """Import torch_npu and return torch.npu, or raise a PluginError with its own words and what to do."""
     try:
         import torch_npu  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
-        words = str(error).splitlines()[0] if str(error) else type(error).__name__
-        advice = "Install torch and torch_npu of the same release."
-        if ".so" in words:
-            advice = "source /usr/local/Ascend/ascend-toolkit/set_env.sh (and nnal/atb/set_env.sh for libatb.so)."
-        raise PluginError(f"torch_npu does not load: {words}. {advice}", param="backend") from error
-    return torch.npu  # type: ignore[attr-defined]
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        advice = f"source {SET_ENV}" if ".so" in words else "install torch and torch_npu of the same release"
+        raise PluginError(f"torch_npu does not load: {words}: {advice}", param="backend") from error
+    return torch.get_device_module("npu")

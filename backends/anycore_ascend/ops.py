@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +13,15 @@ from torch import Tensor
 from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
-from anycore.contract.weights import Int4Weight, Int8Weight, Weight
-from anycore_ascend.calls import Store, operator
-from anycore_ascend.padding import padded_attention
-from anycore_ascend.quantised import pack_int4, pack_int8
+from anycore.contract.reference import padded_attention
+from anycore.contract.weights import DenseWeight, Weight
+from anycore_ascend import quantised
+
+log = logging.getLogger(__name__)
 
 MASK = 2048
 """Side of the one mask that the attention operators take, however long the requests are. 1 means hidden."""
 
-EVERYTHING = 2**31 - 1
 HALVES = (torch.bfloat16, torch.float16)
 MOST_REQUESTS = 1024
 """Requests in one call of the encoders' operator."""
@@ -34,20 +35,34 @@ class Plan:
     lens: list[int]
 
 
+def operator(name: str) -> Any | None:
+    """An operator of torch_npu's; None where the installed release does not have it."""
+    return getattr(getattr(torch.ops.npu, name, None), "default", None)
+
+
 class AscendOps(Ops):
     draw_dtype = torch.float32
 
-    def __init__(self, memory: Memory, fallbacks: dict[str, int]) -> None:
-        self.memory = memory
-        self.fallbacks = fallbacks
-        self.store = Store()
+    def __init__(self, memory: Memory) -> None:
+        self.fallbacks: dict[str, int] = {}
+        self.scatter: Any = operator("npu_scatter_pa_kv_cache")  # not in torch_npu before 7.2.0
+        named = self.scatter and any(argument.name == "cache_mode" for argument in self.scatter._schema.arguments)
+        self.form = {"cache_mode": "Norm"} if named else {}  # since 26.0.0 a layout in tiles is the default
         self.fused: Any = operator("npu_fused_infer_attention_score")
         self.varlen: Any = operator("npu_fusion_attention")
         above = torch.ones(MASK, MASK, dtype=torch.int8).triu(1)
-        self.mask = memory.upload(above)
-        self.bool_mask = memory.upload(above.bool())
-        self._weights: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.mask, self.bool_mask = memory.upload(above), memory.upload(above.bool())
+        self._gammas: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor | None]] = {}
         self._angles: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+        self._try_varlen(memory.upload(torch.ones(2, 1, 64, dtype=torch.float16)))
+
+    def _try_varlen(self, x: Tensor) -> None:
+        """CANN's documentation lists the encoders' operator for training products only; others may refuse it."""
+        try:
+            self.varlen(x, x, x, 1, "TND", actual_seq_qlen=[2], actual_seq_kvlen=[2])
+        except RuntimeError as error:
+            log.warning("npu_fusion_attention is refused, encoders take torch's attention: %s", error)
+            self.varlen = None
 
     def plan(self, batch: Batch) -> Plan:
         return Plan(batch.query_starts[1:], batch.seq_lens)
@@ -87,32 +102,29 @@ class AscendOps(Ops):
         assert batch.slots is not None
         plan: Plan = batch.plan if batch.plan is not None else self.plan(batch)
         keys, values = cache[0], cache[1]
-        self.store(k, v, keys, values, batch.slots)
+        self._store(k, v, keys, values, batch.slots)
         band = {} if window is None else {"pre_tokens": window - 1, "next_tokens": 0}
         out: Tensor = self.fused(
-            q,
-            keys.flatten(2),
-            values.flatten(2),
-            atten_mask=self.mask,
-            block_table=batch.block_tables,
-            actual_seq_lengths=plan.ends,
-            actual_seq_lengths_kv=plan.lens,
-            num_heads=q.shape[1],
-            num_key_value_heads=k.shape[1],
-            scale=scale,
-            input_layout="TND",
-            block_size=keys.shape[1],
-            sparse_mode=3 if window is None else 4,
-            **band,
-        )[0]
+            q, keys.flatten(2), values.flatten(2), input_layout="TND", scale=scale,
+            atten_mask=self.mask, sparse_mode=3 if window is None else 4, **band,
+            num_heads=q.shape[1], num_key_value_heads=k.shape[1],
+            block_table=batch.block_tables, block_size=keys.shape[1],
+            actual_seq_lengths=plan.ends, actual_seq_lengths_kv=plan.lens,
+        )[0]  # fmt: skip
         return out
+
+    def _store(self, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Slots are in range and none appears twice, as the operators ask."""
+        if self.scatter is not None:
+            self.scatter(k, v, keys, values, slots, **self.form)
+            return
+        for rows, cache in ((k, keys), (v, values)):
+            torch.ops.npu.npu_scatter_nd_update_(cache.flatten(0, 1), slots[:, None], rows)
 
     def _packed(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """Within each request's own rows. Not through the fused operator of above: it has answered calls without a
-        mask by averages.
-        """
+        """Within each request's own rows. The operator above has answered calls without a mask by averages."""
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         ends = batch.query_starts[1:]
         if softcap is not None:
@@ -127,20 +139,17 @@ class AscendOps(Ops):
             shape = {"sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": after, "atten_mask": self.bool_mask}
         elif batch.causal:
             shape = {"sparse_mode": 3, "atten_mask": self.bool_mask}
-        out: Tensor = self.varlen(
-            q, k, v, q.shape[1], "TND", scale=scale, actual_seq_qlen=ends, actual_seq_kvlen=ends, **shape
-        )[0]
+        shape |= {"actual_seq_qlen": ends, "actual_seq_kvlen": ends, "scale": scale}
+        out: Tensor = self.varlen(q, k, v, q.shape[1], "TND", **shape)[0]
         return out
+
+    def _count(self, what: str) -> None:
+        self.fallbacks[what] = self.fallbacks.get(what, 0) + 1
 
     # --- products ------------------------------------------------------------------------------------------------
 
     def pack(self, weight: Weight) -> Any:
-        handle: Any = None
-        if isinstance(weight, Int8Weight):
-            handle = pack_int8(weight)
-        elif isinstance(weight, Int4Weight):
-            handle = pack_int4(weight)
-        return weight.dense() if handle is None else handle
+        return weight.dense() if isinstance(weight, DenseWeight) else quantised.pack(weight)
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         if isinstance(handle, Tensor):
@@ -149,9 +158,6 @@ class AscendOps(Ops):
         out: Tensor = handle(rows) if len(rows) else x.new_empty(0, handle.scale.shape[-1])
         out = out.view(*x.shape[:-1], out.shape[-1])
         return out if bias is None else out + bias
-
-    def _count(self, what: str) -> None:
-        self.fallbacks[what] = self.fallbacks.get(what, 0) + 1
 
     # --- norms, rotation, activation -----------------------------------------------------------------------------
 
@@ -172,12 +178,11 @@ class AscendOps(Ops):
         """The weight in the operand's type, which CANN wants; None where it does not survive the rounding, as 1 + w."""
         if weight.dtype == dtype:
             return weight
-        known = self._weights.get(id(weight))
-        if known is None or known[0] is not weight or (known[1] is not None and known[1].dtype != dtype):
+        if (id(weight), dtype) not in self._gammas:
             rounded = weight.to(dtype)
-            known = weight, rounded if torch.equal(rounded.float(), weight) else None
-            self._weights[id(weight)] = known
-        return known[1]
+            exact = torch.equal(rounded.float(), weight)
+            self._gammas[id(weight), dtype] = weight, rounded if exact else None  # the weight, so that its id stays
+        return self._gammas[id(weight), dtype][1]
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """In float32: the operator takes angles in the operand's type, and rounded angles cost digits."""
@@ -187,10 +192,9 @@ class AscendOps(Ops):
             whole = [torch.cat((x, x), dim=-1)[None, :, None] for x in (cos, sin)]
             self._angles = cos, sin, whole[0], whole[1]
         _, _, cosines, sines = self._angles
-        turned = [
-            torch.ops.npu.npu_rotary_mul(x.float().contiguous()[None], cosines, sines)[0].to(x.dtype) for x in (q, k)
-        ]
-        return turned[0], turned[1]
+        turn = torch.ops.npu.npu_rotary_mul
+        q, k = (turn(x.float().contiguous()[None], cosines, sines)[0].to(x.dtype) for x in (q, k))
+        return q, k
 
     def gated(self, x: Tensor, kind: str) -> Tensor:
         if kind != "silu" or x.numel() == 0:

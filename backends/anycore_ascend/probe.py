@@ -17,15 +17,16 @@ from anycore.contract.declare import Device, Probe
 from anycore_ascend.versions import RELEASES, key, made_for, release_of
 
 INSTALL = "pip install 'anycore[ascend]'"
-DRIVER = "usr/local/Ascend/driver"
-SMI = ("usr/local/bin/npu-smi", "usr/local/sbin/npu-smi", "usr/bin/npu-smi")
-SET_ENV = tuple(f"usr/local/Ascend/{name}/set_env.sh" for name in ("cann", "ascend-toolkit", "nnae"))
+ASCEND = "usr/local/Ascend"
 BESIDE = ("davinci_manager", "devmm_svm", "hisi_hdc")
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
-IN_A_CONTAINER = (
-    "--device /dev/davinci0 --device /dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc "
-    "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro"
-)
+FAMILIES = {"910A": "910", "910Pro": "910", "910B": "910B", "910": "910C", "310P": "310P", "950": "950"}
+"""By how npu-smi's names begin; plain 910 and 910_93 are what it calls the 910C."""
+
+CONTAINER = "docker run --device /dev/davinci0 " + " ".join(f"--device /dev/{name}" for name in BESIDE)
+MOUNTS = f"-v /{ASCEND}/driver:/{ASCEND}/driver:ro -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi:ro"
+BOARD = re.compile(r"\|\s*(\d+)\s+(?:Ascend)?(\d{3}\w*(?:-\d)?)\s*\|\s*\w+\s*\|")
+CHIP = re.compile(r"\|\s*\d+\s*(\d*)\s*\|\s*[0-9A-Fa-f]+:[0-9A-Fa-f:.]+\s*\|.*?(\d+)\s*/\s*(\d+)\s*\|\s*$")
 
 
 def installed(package: str) -> str | None:
@@ -46,11 +47,8 @@ class Machine:
     def root(self) -> Path:
         return Path(self.environ.get("ANYCORE_ASCEND_ROOT", "/"))
 
-    def first(self, places: tuple[str, ...]) -> Path | None:
-        return next((self.root / place for place in places if (self.root / place).exists()), None)
 
-
-@dataclass(frozen=True)
+@dataclass
 class Trouble(Exception):
     """Why there is no device, and the next step."""
 
@@ -64,13 +62,13 @@ def probe(machine: Machine | None = None) -> Probe:
     versions: dict[str, str] = {}
     try:
         packages(machine, versions)
-        numbers = device_files(machine)
+        numbers = device_files(machine.root)
         cann(machine, versions)
-        driver(machine, versions)
+        driver(machine.root, versions)
         return Probe(devices=devices(machine, numbers), versions=versions)
     except Trouble as trouble:
         return Probe(reason=trouble.reason, advice=trouble.advice, versions=versions)
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         return Probe(reason=str(error), advice="See what npu-smi info says, as this user.", versions=versions)
 
 
@@ -80,21 +78,19 @@ def packages(machine: Machine, versions: dict[str, str]) -> None:
     versions.update({name: found for name, found in (("torch", torch), ("torch_npu", npu)) if found})
     if torch is None or npu is None:
         raise Trouble(f"{'torch' if torch is None else 'torch_npu'} is not installed", INSTALL)
+    wanted = ".".join(map(str, key(npu)[:3]))
     if key(torch)[:3] != key(npu)[:3]:
-        wanted = ".".join(map(str, key(npu)[:3]))
         raise Trouble(f"torch_npu {npu} needs torch {wanted}, installed is {torch}", f"pip install torch=={wanted}")
 
 
-def device_files(machine: Machine) -> list[int]:
+def device_files(root: Path) -> list[int]:
     """The numbers of /dev/davinci0, 1, ..."""
-    found = (re.fullmatch(r"davinci(\d+)", path.name) for path in (machine.root / "dev").glob("davinci*"))
+    found = (re.fullmatch(r"davinci(\d+)", path.name) for path in (root / "dev").glob("davinci*"))
     numbers = sorted(int(match[1]) for match in found if match)
     if not numbers:
-        raise Trouble(
-            "there is no /dev/davinci*",
-            f"Install the Ascend driver; in a container pass the NPU in: docker run {IN_A_CONTAINER} ...",
-        )
-    missing = [f"/dev/{name}" for name in BESIDE if not (machine.root / "dev" / name).exists()]
+        advice = f"Install the Ascend driver; in a container pass the NPU in: {CONTAINER} {MOUNTS} ..."
+        raise Trouble("there is no /dev/davinci*", advice)
+    missing = [f"/dev/{name}" for name in BESIDE if not (root / "dev" / name).exists()]
     if missing:
         options = " ".join(f"--device {path}" for path in missing)
         raise Trouble(f"/dev/davinci{numbers[0]} is there, {', '.join(missing)} is not", f"docker run {options} ...")
@@ -103,81 +99,73 @@ def device_files(machine: Machine) -> list[int]:
 
 def cann(machine: Machine, versions: dict[str, str]) -> None:
     """CANN's libraries within the loader's reach, of a version that has what the backend calls."""
-    script = machine.first(SET_ENV)
+    made = made_for(versions["torch_npu"])
+    scripts = [f"{ASCEND}/{name}/set_env.sh" for name in ("cann", "ascend-toolkit", "nnae")]
+    source = next((f"source /{path}" for path in scripts if (machine.root / path).exists()), None)
     home = machine.environ.get("ASCEND_TOOLKIT_HOME") or machine.environ.get("ASCEND_HOME_PATH")
+    if home is None and source is None:
+        wanted = made or RELEASES[0].cann
+        raise Trouble("CANN is not installed", f"Install CANN {wanted} (toolkit and kernels), or use its image.")
     if home is None:
-        if script is None:
-            wanted = made_for(versions["torch_npu"]) or RELEASES[0].cann
-            raise Trouble("CANN is not installed", f"Install CANN {wanted} (toolkit and kernels), or use its image.")
-        raise Trouble(
-            "CANN's environment is not set: ASCEND_TOOLKIT_HOME is missing", f"source {shown(machine, script)}"
-        )
+        raise Trouble("CANN's environment is not set: ASCEND_TOOLKIT_HOME is missing", source or "")
     folders = [folder for folder in machine.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     if not any(Path(folder, "libascendcl.so").exists() for folder in folders):
-        source = shown(machine, script) if script else f"{home}/../set_env.sh"
-        raise Trouble(f"libascendcl.so is in none of the {len(folders)} folders of LD_LIBRARY_PATH", f"source {source}")
+        reason = f"libascendcl.so is in none of the {len(folders)} folders of LD_LIBRARY_PATH"
+        raise Trouble(reason, source or f"source {home}/../set_env.sh")
     found = cann_version(Path(home))
     if found is None:
         return
     versions["cann"] = found
-    made = made_for(versions["torch_npu"])
     if key(found) < key(RELEASES[-1].cann):
-        raise Trouble(
-            f"CANN {found} is too old, {RELEASES[-1].cann} or newer is needed",
-            f"Install CANN {made or RELEASES[0].cann}.",
-        )
+        advice = f"Install CANN {made or RELEASES[0].cann}."
+        raise Trouble(f"CANN {found} is too old, {RELEASES[-1].cann} or newer is needed", advice)
     if made is not None and key(made)[:2] != key(found)[:2]:
         versions["cann"] += f" (torch_npu {versions['torch_npu']} was built for {made})"
 
 
 def cann_version(home: Path) -> str | None:
     """From the installer's notes, else from the folder's name."""
-    for note in (*home.glob("**/ascend_toolkit_install.info"), *home.glob("version.info")):
-        found = re.search(r"^\s*version\s*=\s*([\w.]+)", note.read_text(errors="replace"), re.IGNORECASE | re.MULTILINE)
-        if found:
-            return found[1]
+    notes = (*home.glob("*/ascend_toolkit_install.info"), *home.glob("*.info"))
+    noted = next(filter(None, map(version_in, notes)), None)
     named = re.search(r"(?:cann-|ascend-toolkit/)(\d[\w.]*)", str(home.resolve()))
-    return named[1] if named else None
+    return noted or (named[1] if named else None)
 
 
-def driver(machine: Machine, versions: dict[str, str]) -> None:
-    """A driver that is new enough for this CANN. In a container its folder may be missing: then npu-smi is all."""
-    note = machine.root / DRIVER / "version.info"
-    if not note.exists():
+def version_in(note: Path) -> str | None:
+    found = re.search(r"^version\s*=\s*([\w.]+)", note.read_text(errors="replace"), re.IGNORECASE | re.MULTILINE)
+    return found[1] if found else None
+
+
+def driver(root: Path, versions: dict[str, str]) -> None:
+    """A driver that is new enough for this CANN, if its folder can be seen: some containers lack it."""
+    note = root / ASCEND / "driver/version.info"
+    found = version_in(note) if note.exists() else None
+    if found is None:
         return
-    found = re.search(r"^\s*version\s*=\s*([\w.]+)", note.read_text(errors="replace"), re.IGNORECASE | re.MULTILINE)
-    if not found:
-        return
-    versions["driver"] = found[1]
+    versions["driver"] = found
     release = release_of(versions.get("cann", ""))
-    if release is not None and key(found[1])[:2] < key(release.driver):
-        raise Trouble(
-            f"driver {found[1]} is too old: CANN {versions['cann']} needs {release.driver} or newer",
-            "Install a newer Ascend HDK on the host (the driver is the host's, a container cannot bring it).",
-        )
+    if release is not None and key(found)[:2] < key(release.driver):
+        reason = f"driver {found} is too old: CANN {versions['cann']} needs {release.driver} or newer"
+        raise Trouble(reason, "Install a newer Ascend HDK on the host: a container cannot bring its own driver.")
 
 
 def devices(machine: Machine, numbers: list[int]) -> tuple[Device, ...]:
     """What npu-smi lists, restricted to the device files here and to ASCEND_RT_VISIBLE_DEVICES."""
-    smi = machine.first(SMI)
+    tools = (machine.root / place / "npu-smi" for place in ("usr/local/bin", "usr/local/sbin", "usr/bin"))
+    smi = next((path for path in tools if path.exists()), None)
     if smi is None:
-        raise Trouble(
-            "npu-smi is not found in /usr/local/bin", f"Install the driver's tools; docker run {IN_A_CONTAINER} ..."
-        )
+        raise Trouble("npu-smi is not found in /usr/local/bin", f"Install the driver's tools; docker run {MOUNTS} ...")
     done = subprocess.run([smi, "info"], capture_output=True, text=True, timeout=20, check=False)
     boards = [board for board in parse(done.stdout) if board[0] in numbers]
     if not boards:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise Trouble(
-            f"npu-smi info lists no NPU: {said[-1] if said else 'it printed nothing'}", "Run npu-smi info as this user."
-        )
-    if VISIBLE in machine.environ:
-        words = [word.strip() for word in machine.environ[VISIBLE].split(",")]
-        chosen = [boards[int(word)] for word in words if word.isdigit() and int(word) < len(boards)]
+        said = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
+        raise Trouble(f"npu-smi info lists no NPU: {said[-1]}", "Run npu-smi info as this user.")
+    wanted = machine.environ.get(VISIBLE)
+    if wanted is not None:
+        places = [int(word) for word in wanted.split(",") if word.strip().isdigit()]
+        chosen = [boards[place] for place in places if place < len(boards)]
         if not chosen:
-            raise Trouble(
-                f"{VISIBLE}={machine.environ[VISIBLE]!r} leaves none of {len(boards)} NPUs visible", f"Unset {VISIBLE}."
-            )
+            raise Trouble(f"{VISIBLE}={wanted!r} leaves none of {len(boards)} NPUs visible", f"Unset {VISIBLE}.")
         boards = chosen
     return tuple(Device(index, f"Ascend {name}", chip_of(name), size) for index, (_, name, size) in enumerate(boards))
 
@@ -193,26 +181,13 @@ def parse(table: str) -> list[tuple[int, str, int]]:
     boards: list[tuple[int, str, int]] = []
     head: re.Match[str] | None = None
     for line in table.splitlines():
-        board = re.match(r"\|\s*(\d+)\s+(?:Ascend)?(\d{3}\w*(?:-\d)?)\s*\|\s*\w+\s*\|", line)
-        chip = re.match(r"\|\s*\d+\s*(\d*)\s*\|\s*[0-9A-Fa-f]+:[0-9A-Fa-f:.]+\s*\|.*?(\d+)\s*/\s*(\d+)\s*\|\s*$", line)
-        if board:
-            head = board
-        elif chip and head:
+        chip = CHIP.match(line)
+        if chip and head:
             boards.append((int(chip[1] or head[1]), head[2], int(chip[3]) * 2**20))
-            head = None
+        head = BOARD.match(line)
     return boards
 
 
 def chip_of(name: str) -> str:
-    """The family: 910B for 910B1 ... B4, 910C for what npu-smi calls 910 with or without a suffix of 93."""
-    if name.startswith(("910A", "910Pro")):
-        return "910"
-    for chip in ("910B", "310P", "950"):
-        if name.startswith(chip):
-            return chip
-    return "910C" if name.startswith("910") else name
-
-
-def shown(machine: Machine, path: Path) -> str:
-    """A path as the operator sees it."""
-    return "/" + str(path.relative_to(machine.root))
+    """The family of a name of npu-smi's, such as 910B for 910B3."""
+    return next((chip for start, chip in FAMILIES.items() if name.startswith(start)), name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from anycore.contract.weights import Int4Weight, Int8Weight
 
 LARGEST = 65535
-"""Of the last dimension of an operand."""
+"""Of the last dimension of an int8 operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,9 @@ class Int8Handle:
     scale: Tensor  # [out] float32
 
     def __call__(self, x: Tensor) -> Tensor:
-        rounded, sizes = torch.ops.npu.npu_dynamic_quant(x)
-        out: Tensor = torch.ops.npu.npu_quant_matmul(
-            rounded, self.data, self.scale, pertoken_scale=sizes, output_dtype=x.dtype
-        )
+        rows, sizes = torch.ops.npu.npu_dynamic_quant(x)
+        product = torch.ops.npu.npu_quant_matmul
+        out: Tensor = product(rows, self.data, self.scale, pertoken_scale=sizes, output_dtype=x.dtype)
         return out
 
 
@@ -38,25 +37,22 @@ class Int4Handle:
     group: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.npu.npu_weight_quant_batchmatmul(
-            x, self.data, self.scale, antiquant_offset=self.offset, antiquant_group_size=self.group
-        )
+        product = torch.ops.npu.npu_weight_quant_batchmatmul
+        form = {"antiquant_offset": self.offset, "antiquant_group_size": self.group}
+        out: Tensor = product(x, self.data, self.scale, **form)
         return out
 
 
-def pack_int8(weight: Int8Weight) -> Int8Handle | None:
-    """None where the operator does not take it."""
-    if max(weight.shape) > LARGEST or weight.dtype == torch.float32:
-        return None
-    return Int8Handle(weight.data.t().contiguous(), weight.scale.float())
-
-
-def pack_int4(weight: Int4Weight) -> Int4Handle | None:
-    """None where the operator does not take it."""
+def pack(weight: Int8Weight | Int4Weight) -> Int8Handle | Int4Handle | Tensor:
+    """A handle, or the dense matrix where the operators do not take this one."""
     outputs, inputs = weight.shape
-    if weight.dtype == torch.float32 or weight.group % 32 or weight.group >= inputs or outputs % 8:
-        return None
-    signed = (weight.data.t().to(torch.int32) - 8).contiguous()
-    data = torch.ops.npu.npu_convert_weight_to_int4pack(signed)
+    if weight.dtype == torch.float32:
+        return weight.dense()
+    if isinstance(weight, Int8Weight):
+        fits = max(weight.shape) <= LARGEST
+        return Int8Handle(weight.data.t().contiguous(), weight.scale.float()) if fits else weight.dense()
+    if weight.group % 32 or weight.group >= inputs or outputs % 8:
+        return weight.dense()
+    data = torch.ops.npu.npu_convert_weight_to_int4pack((weight.data.t().to(torch.int32) - 8).contiguous())
     scale, offset = (x.t().to(weight.dtype).contiguous() for x in (weight.scale, 8 - weight.zero))
     return Int4Handle(data, scale, offset, weight.group)

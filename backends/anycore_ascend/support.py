@@ -15,44 +15,21 @@ POOLED = (Task.EMBED, Task.RERANK)
 CHIPS = ("910B", "910C")  # Atlas A2 and A3
 HEAD_DIMS = (128, 64, 16, 32, 80, 96, 112)  # below 64 or 128 the cache holds zeros up to it
 BLOCK_SIZES = (128,)  # others are slower, refused, or wrong without a word, depending on CANN and chip
+DTYPES = ("bfloat16", "float16", "float32")
 PAGED = ("chunked_prefill", "prefix_caching", "sliding_window", "logprobs", "token_types")
+ENCODERS = ("sliding_window", "softcap", "token_types")
 
+IN_TORCH = "float32, soft caps and other head sizes: attention in plain torch on the device, no graphs"
 ONLY_FLOAT16 = "Atlas 300 (310P) has no bfloat16, turns overflow into 65504 and NaN into 0, and lacks these operators"
 NOT_TRIED = "Ascend 950 takes other kernels behind the same names; nobody has checked them yet"
 TOO_OLD = "Ascend 910 of the first generation lacks the attention operator that this backend is built on"
 
 SUPPORT = (
-    Support(
-        tasks=ALL_TASKS,
-        attention="causal",
-        weights=("bfloat16", "float16"),
-        level=Level.NATIVE,
-        head_dims=HEAD_DIMS,
-        block_sizes=BLOCK_SIZES,
-        features=PAGED,
-        chips=CHIPS,
-    ),
-    Support(
-        tasks=ALL_TASKS,
-        attention="causal",
-        weights=("bfloat16", "float16", "float32"),
-        level=Level.REFERENCE,
-        block_sizes=BLOCK_SIZES,
-        features=(*PAGED, "softcap"),
-        chips=CHIPS,
-        note="float32, soft caps and other head sizes: attention in plain torch on the device, no graphs",
-    ),
-    Support(
-        tasks=POOLED,
-        attention="bidirectional",
-        weights=("bfloat16", "float16", "float32"),
-        level=Level.NATIVE,
-        block_sizes=BLOCK_SIZES,
-        features=("sliding_window", "softcap", "token_types"),
-        chips=CHIPS,
-    ),
+    Support(ALL_TASKS, "causal", DTYPES[:2], Level.NATIVE, (), HEAD_DIMS, BLOCK_SIZES, PAGED, CHIPS),
+    Support(ALL_TASKS, "causal", DTYPES, Level.REFERENCE, (), (), BLOCK_SIZES, (*PAGED, "softcap"), CHIPS, IN_TORCH),
+    Support(POOLED, "bidirectional", DTYPES, Level.NATIVE, (), (), BLOCK_SIZES, ENCODERS, CHIPS),
     *(
-        Support(tasks, attention, ("bfloat16", "float16", "float32"), Level.UNSUPPORTED, chips=(chip,), note=note)
+        Support(tasks, attention, DTYPES, Level.UNSUPPORTED, chips=(chip,), note=note)
         for chip, note in (("310P", ONLY_FLOAT16), ("950", NOT_TRIED), ("910", TOO_OLD))
         for tasks, attention in ((ALL_TASKS, "causal"), (POOLED, "bidirectional"))
     ),

@@ -33,7 +33,7 @@ def key(version: str) -> tuple[int, ...]:
 
 
 def release_of(cann: str) -> Release | None:
-    """The row of a CANN version: the one with the same two leading numbers."""
+    """The row whose version has the same two leading numbers."""
     return next((row for row in RELEASES if key(row.cann)[:2] == key(cann)[:2]), None)
 
 
