@@ -40,6 +40,11 @@ def compressed_mask() -> Tensor:
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.int8).triu(1)
 
 
+def words(mask: Tensor) -> Tensor:
+    """Eight bytes at a time, which compares faster."""
+    return mask.view(torch.int8).flatten().view(torch.int64)
+
+
 def check_mask(mode: int, mask: Tensor | None) -> None:
     """Modes 2, 3 and 4 take one fixed mask whatever the lengths are, and 1 means hidden."""
     need(mode in (0, 1, 2, 3, 4), f"sparse_mode {mode} is not one of 0 … 4")
@@ -55,7 +60,9 @@ def check_mask(mode: int, mask: Tensor | None) -> None:
             mask.shape[-2:] == (COMPRESSED, COMPRESSED),
             f"sparse_mode {mode}: atten_mask {tuple(mask.shape)}, not 2048²",
         )
-        exact = torch.equal(mask.view(torch.int8).flatten().view(torch.int64), compressed_mask().flatten().view(torch.int64))
+        exact = torch.equal(
+            mask.view(torch.int8).flatten().view(torch.int64), compressed_mask().flatten().view(torch.int64)
+        )
         need(exact, "atten_mask of modes 2 to 4 is 1 (hidden) strictly above the diagonal and 0 elsewhere")
 
 
