@@ -76,8 +76,8 @@ class AscendBackend(Backend):
 
     def _leave(self, graph: Any, stream: Any) -> None:
         """Where a capture does not begin or end, torch_npu leaves its stream and its recording of calls in place."""
-        recording = _get_current_dispatch_mode()
-        if recording is not None and recording is getattr(graph, "graph_dispatch_mode", None):
+        own, recording = graph.graph_dispatch_mode, _get_current_dispatch_mode()
+        if recording is not None and own is recording:
             recording.__exit__(None, None, None)
         self.npu.set_stream(stream)
 
