@@ -78,7 +78,7 @@ class AscendBackend(Backend):
         """Where a capture does not begin or end, torch_npu leaves its stream and its recording of calls in place."""
         own, recording = graph.graph_dispatch_mode, _get_current_dispatch_mode()
         if recording is not None and own is recording:
-            recording.__exit__(None, None, None)
+            recording.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.npu.set_stream(stream)
 
     def _check_capture(self, work: Callable[[], StepOutput]) -> None:
