@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import gc
 import json
 import os
 from collections import Counter
@@ -16,6 +18,9 @@ if "STANDIN_SOC" not in os.environ:
 import torch
 import torch_npu  # noqa: F401  the rig is in place from here on
 from rig.install import CALLS
+
+CROWDED = 128 * 2**20
+"""Bytes in use after a test from which on the garbage of earlier ones is looked for."""
 
 COUNTS: dict[str, Counter[str]] = {}
 
@@ -32,6 +37,18 @@ def counted(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if mark is not None:
         COUNTS.setdefault(mark.args[0], Counter()).update(CALLS - before)
+
+
+@pytest.fixture(autouse=True)
+def emptied() -> Iterator[None]:
+    """Engines hold themselves in circles: a test must not find the device full of another's."""
+    yield
+    if torch.npu.memory_reserved() > 64 << 20:
+        gc.collect()
+        torch.npu.empty_cache()
+    if torch.npu.memory_allocated() > CROWDED:  # engines of earlier tests, which the engine's gc.freeze() keeps
+        gc.unfreeze()
+        gc.collect()
 
 
 def pytest_sessionfinish() -> None:
