@@ -54,8 +54,8 @@ FOR_TYPES = {  # further imports that only a type checker sees
 FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec"}  # what a backend or plugin may import
 
 # Modules that must answer without torch, directly and through what they import at their top level.
-LIGHT = ("contract.declare", "config", "errors", "guard", "choose", "plugins", "capabilities", "models.spec",
-         "models.source", "models.catalog", "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.doctor",
+LIGHT = ("contract.declare", "contract.host", "config", "errors", "guard", "choose", "plugins", "capabilities",
+         "models.spec", "models.source", "models.catalog", "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.doctor",
          "cli.serve", "cli.bench_serve", "server.run")  # fmt: skip
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "uvicorn"}
 
@@ -167,7 +167,7 @@ def test_what_must_be_light_imports_nothing_heavy(module: str) -> None:
 
 @pytest.mark.parametrize("path", sources(BACKENDS), ids=lambda path: str(path.relative_to(ROOT)))
 def test_support_tables_and_probes_import_no_torch(path: Path) -> None:
-    if path.stem in ("__init__", "support", "probe", "limits"):
+    if path.stem in ("__init__", "support", "probe"):
         assert "torch" not in {name.split(".")[0] for name in names(path, top_only=True)}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anycore.contract.backend import KVSpec, Memory, Peak
-from anycore_cpu.limits import memory_free, memory_total
+from anycore.contract.host import memory_free, memory_total
 
 
 class CpuMemory(Memory):

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from anycore.contract.declare import Device, Probe
-from anycore_cpu.limits import core_quota, memory_total
+from anycore.contract.host import core_quota, memory_total
 
 CHIPS = {
     "x86-amx-bf16": ("amx_bf16",),

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from anycore.contract import host
 from anycore.contract.declare import Level, Need, Task, find
 from anycore.contract.weights import DenseWeight
 from anycore.errors import PluginError
-from anycore_cpu import limits, packed, probe, support
+from anycore_cpu import packed, probe, support
 from anycore_cpu.attention import CALL_COST, grouped
 from anycore_cpu.ops import CpuOps
 
@@ -21,8 +22,8 @@ MIB = 1 << 20
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty tree of control groups in place of the machine's."""
-    monkeypatch.setattr(limits, "ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(limits, "OWN", tmp_path / "own")
+    monkeypatch.setattr(host, "ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "OWN", tmp_path / "own")
     return tmp_path
 
 
@@ -33,9 +34,9 @@ def write(folder: Path, **files: str) -> None:
 
 
 def test_no_container_leaves_the_machine(groups: Path) -> None:
-    assert list(limits.memory_limits()) == []
-    assert limits.core_quota() is None
-    assert 0 < limits.memory_free() <= limits.memory_total()
+    assert list(host.memory_limits()) == []
+    assert host.core_quota() is None
+    assert 0 < host.memory_free() <= host.memory_total()
 
 
 def test_version_2_limits_count_without_droppable_cache(groups: Path) -> None:
@@ -44,10 +45,10 @@ def test_version_2_limits_count_without_droppable_cache(groups: Path) -> None:
     write(outer, memory__max=str(64 * MIB), memory__current=str(40 * MIB), memory__stat=f"inactive_file {10 * MIB}")
     write(inner, memory__max="max", memory__current=str(30 * MIB), cpu__max="150000 100000")
     write(outer, cpu__max="max 100000")
-    assert list(limits.memory_limits()) == [(64 * MIB, 30 * MIB)]
-    assert limits.memory_total() == 64 * MIB
-    assert limits.memory_free() == 34 * MIB
-    assert limits.core_quota() == 1.5
+    assert list(host.memory_limits()) == [(64 * MIB, 30 * MIB)]
+    assert host.memory_total() == 64 * MIB
+    assert host.memory_free() == 34 * MIB
+    assert host.core_quota() == 1.5
     assert probe.usable_cores() == 1  # half a core is no core: threads would be stopped at every barrier
 
 
@@ -62,8 +63,8 @@ def test_version_1_limits(groups: Path) -> None:
     write(groups / "cgroup" / "memory", memory__limit_in_bytes=str((1 << 63) - 4096), memory__usage_in_bytes="1")
     write(groups / "cgroup" / "cpu" / "job", cpu__cfs_quota_us="200000", cpu__cfs_period_us="100000")
     write(groups / "cgroup" / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-    assert list(limits.memory_limits()) == [(32 * MIB, 10 * MIB)]
-    assert limits.core_quota() == 2.0
+    assert list(host.memory_limits()) == [(32 * MIB, 10 * MIB)]
+    assert host.core_quota() == 2.0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from installed import install
 
 from anycore import plugins
+from anycore.contract.declare import CONTRACT_VERSION as OURS
 from anycore.contract.declare import Task
 from anycore.engine.request import RequestRecord
 from anycore.errors import ConfigError, PluginError
@@ -105,16 +106,16 @@ def test_a_hanging_import_is_given_up(site: Path) -> None:
     assert "ANYCORE_PLUGIN_SECONDS" in loaded.failures[0].advice
 
 
-@pytest.mark.parametrize("api", [(2, 0), (1, 1), (0, 9)])
+@pytest.mark.parametrize("api", [(2, 0), (1, OURS[1] + 1), (0, 9)])
 def test_h03_another_contract_is_told_in_versions(site: Path, api: tuple[int, int]) -> None:
     install(site, "future-device", "3.1", "future", f"future_{api[0]}_{api[1]}", backend("future", api=api))
     loaded = plugins.load(environ={})
     (failure,) = loaded.failures
     text = str(failure)
     assert "future-device 3.1" in text
-    assert f"needs contract {api[0]}.{api[1]}, this is 1.0" in text
-    assert ("upgrade anycore" in text) == (api > (1, 0))
-    with pytest.raises(PluginError, match=f"needs contract {api[0]}.{api[1]}, this is 1.0"):
+    assert f"needs contract {api[0]}.{api[1]}, this is {OURS[0]}.{OURS[1]}" in text
+    assert ("upgrade anycore" in text) == (api > OURS)
+    with pytest.raises(PluginError, match=f"needs contract {api[0]}.{api[1]}, this is {OURS[0]}.{OURS[1]}"):
         loaded.backend("future")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,19 @@ from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import Ops
 from anycore.contract.sizes import KVSpec, Limits
 
-__all__ = ["Backend", "Download", "KVSpec", "Limits", "Memory", "Peak", "StepFn", "StepOutput", "WholeStep"]
+__all__ = [
+    "Backend",
+    "Download",
+    "Forward",
+    "KVSpec",
+    "Limits",
+    "Memory",
+    "ModelFiles",
+    "Peak",
+    "StepFn",
+    "StepOutput",
+    "WholeStep",
+]
 
 
 Download = Callable[[], "list[Tensor]"]
@@ -102,6 +115,25 @@ class WholeStep:
         return StepOutput(rows, self.sample(rows[: len(sampling.temperature)], sampling))
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model as it lies on disk, for a backend that runs whole models instead of operations."""
+
+    folder: Path  # config.json, weights, and what other formats came with them
+    file: Path | None  # a GGUF file, which is then all there is
+    architecture: str  # Hugging Face name
+    dtype: str  # the row of the table that was chosen
+    labels: int  # so many logits a request by the checkpoint's own head; 0: hidden rows are wanted
+    token_types: bool  # batches carry segment ids
+    pad_id: int  # an id for places that hold no token
+    cache: Path  # the folder that a backend may keep a folder of its own in; may not exist yet
+    progress: Callable[[str, float], None]  # told the name of a phase and how far it is, 0 to 1
+
+
+Forward = Callable[[Batch], Tensor]
+"""A whole model: the last hidden rows [T, H] of a batch, or logits [B, labels] of its requests, on `Backend.device`."""
+
+
 class Backend:
     """A device that is open. The defaults make any torch device right, not fast."""
 
@@ -115,6 +147,14 @@ class Backend:
         self.memory = memory
         self.ops = ops
         self.fallbacks: dict[str, int] = {}  # operation the device lacks -> calls that a slower stand-in computed
+
+    def load_model(self, files: ModelFiles) -> Forward | None:
+        """Load a model that this backend runs as a whole. Default: None, and it is built of `ops`.
+
+        Asked for models that are computed in one piece, without a KV cache. Pooling, scoring and what else follows
+        stay with anycore.
+        """
+        return None
 
     def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         """Return a faster function that gives equal results (a captured graph, say). Default: `step` itself."""

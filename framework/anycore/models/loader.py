@@ -24,10 +24,11 @@ from anycore.models.parameters import Parameter, dense, parameters
 from anycore.models.shards import Safetensors
 from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec
+from anycore.models.whole import WholeModel, forward_of
 
 log = logging.getLogger(__name__)
 
-Model = Decoder | Encoder
+Model = Decoder | Encoder | WholeModel
 
 DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 READERS = 4
@@ -78,16 +79,24 @@ def load(source: Source, spec: ModelSpec, backend: Backend, dtype: str, progress
     Raises:
         WeightsError: files are damaged or incomplete; raised before any weight is read.
     """
+    whole = forward_of(backend, source, spec, dtype, progress)
+    if whole is not None:
+        return WholeModel(spec, whole, dense_modules(source, spec, backend))
     checkpoint = open_checkpoint(source)
     weights = fill(parameters(spec), checkpoint, spec.architecture, backend, dtype, progress)
     if spec.head == "lm" and spec.tied:
         tie(weights, source)
+    build = Decoder if spec.family == "decoder" else Encoder
+    return build(spec, weights, backend.ops, dense_modules(source, spec, backend))
+
+
+def dense_modules(source: Source, spec: ModelSpec, backend: Backend) -> list[Dense]:
+    """The modules of sentence-transformers that follow pooling."""
     modules: list[Dense] = []
     for module, wanted in dense(spec):
         part = fill(wanted, Safetensors(source.folder / module.folder), module.folder, backend, "float32", None)
         modules.append(Dense(backend.ops, part, module))
-    build = Decoder if spec.family == "decoder" else Encoder
-    return build(spec, weights, backend.ops, modules)
+    return modules
 
 
 def check(source: Source, spec: ModelSpec) -> None:

@@ -1,4 +1,7 @@
-"""What the container allows: memory and cores of control groups, version 2 and version 1, nested ones included."""
+"""The host as this process may use it: memory and cores, what containers around it allow included. No torch.
+
+Control groups of version 2 and version 1 are read, nested ones too.
+"""
 
 from __future__ import annotations
 
