@@ -55,8 +55,8 @@ FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec"}  # 
 
 # Modules that must answer without torch, directly and through what they import at their top level.
 LIGHT = ("contract.declare", "contract.host", "config", "errors", "guard", "choose", "plugins", "capabilities",
-         "models.spec", "models.source", "models.catalog", "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.doctor",
-         "cli.serve", "cli.bench_serve", "server.run")  # fmt: skip
+         "models.spec", "models.source", "models.catalog", "cli.main", "cli.flags", "cli.settings",
+         "cli.matrix", "cli.doctor", "cli.serve", "cli.bench_serve", "server.run")  # fmt: skip
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "uvicorn"}
 
 
