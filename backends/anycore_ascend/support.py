@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anycore.contract.declare import BackendSpec, Level, Support, Task
@@ -51,4 +52,5 @@ SPEC = BackendSpec(
     open=open_device,
     priority=90,
     batched_tokens=4096,
+    evidence=Path(__file__).parent / "evidence",
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from anycore import __version__
+from anycore import __version__, evidence
 from anycore.contract.declare import CONTRACT_VERSION, BackendSpec
 
 if TYPE_CHECKING:
@@ -24,8 +24,12 @@ def capabilities(plugins: Plugins) -> dict[str, Any]:
 
 
 def backend(spec: BackendSpec) -> dict[str, Any]:
-    """Probe one backend and return all it declares. In a row of `support`, an empty list means "any"."""
+    """Probe one backend and return all it declares. In a row of `support`, an empty list means "any".
+
+    A row's `evidence` says whether it is declared, proven on a device, or proven once and stale.
+    """
     probe = spec.probe()
+    rows, troubles = evidence.as_rows(spec)
     return {
         "name": spec.name,
         "distribution": spec.distribution,
@@ -33,5 +37,6 @@ def backend(spec: BackendSpec) -> dict[str, Any]:
         "priority": spec.priority,
         "available": probe.available,
         "probe": msgspec.to_builtins(probe),
-        "support": [msgspec.to_builtins(row) for row in spec.support],
+        "support": rows,
+        "evidence_troubles": troubles,
     }

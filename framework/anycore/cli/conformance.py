@@ -1,13 +1,15 @@
 """Proves what a backend declares: every row of its table, on the device of this machine, against exact results.
 
-Needs pytest. Exits with 0 only if a device was there and every case passed. The report is what a backend keeps as
-evidence beside its table.
+Needs pytest. Exits with 0 only if a device was there and every case passed. The report is the evidence that `anycore
+matrix` shows on this machine, until the table or the kit changes; with --report, also what a backend keeps beside its
+table for everyone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import time
@@ -16,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from anycore import __version__, plugins
+from anycore import __version__, evidence, plugins
 from anycore.cli.flags import Parser
 from anycore.errors import ConfigError, PluginError
 
@@ -29,7 +31,7 @@ NEEDED = ("pytest", "transformers")
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("backend", metavar="BACKEND", help="name of the backend, as in anycore matrix")
     parser.add_argument("--quick", action="store_true", help=f"one in {QUICK} cases of attention, everything else")
-    parser.add_argument("--report", metavar="FILE", type=Path, help="write device, versions and results as JSON")
+    parser.add_argument("--report", metavar="FILE", type=Path, help="write the report here, too (JSON)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,16 +47,23 @@ def run(options: argparse.Namespace) -> int:
     device = probe.devices[0]
     words = ["anycore conformance", options.backend, *(["--quick"] if options.quick else [])]
     report = {
+        "backend": spec.name,
         "device": device.name,
         "chip": device.chip,
         "date": time.strftime("%Y-%m-%d"),
+        "table": evidence.table_hash(spec),
+        "kit": evidence.kit_hash(),
+        "quick": options.quick,
         "versions": {**probe.versions, "anycore": __version__, "python": platform.python_version()},
         "command": " ".join(words),
         "conformance": tally.as_dict(),
     }
-    if options.report is not None:
-        options.report.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"report written to {options.report}")
+    own = evidence.local_report(spec, device.chip)
+    own.parent.mkdir(parents=True, exist_ok=True)
+    for path in (own, options.report):
+        if path is not None:
+            path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            print(f"report written to {path}")
     return 0 if code == 0 and tally.counts["passed"] else 1
 
 
@@ -66,7 +75,28 @@ def collect(backend: str, tally: Tally) -> int:
 
     TestBackend.backend = backend
     words = ["--pyargs", "anycore.contract.suite", "-c", os.devnull, "-p", "no:cacheprovider", "-q", "--tb=short"]
-    return int(pytest.main(words, plugins=[tally]))
+    log = logging.getLogger("anycore.conformance.errors")
+    level, log.propagate = log.level, False
+    log.setLevel(logging.DEBUG)
+    log.addHandler(tally.worst)
+    try:
+        return int(pytest.main(words, plugins=[tally]))
+    finally:
+        log.removeHandler(tally.worst)
+        log.setLevel(level)
+        log.propagate = True
+
+
+class Worst(logging.Handler):
+    """Keeps the largest error of each data type that the checks tell of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        dtype, error = record.args  # type: ignore[misc]
+        self.errors[str(dtype)] = max(self.errors.get(str(dtype), 0.0), float(error))  # type: ignore[arg-type]
 
 
 class Tally:
@@ -76,6 +106,7 @@ class Tally:
         self.quick = quick
         self.counts: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
+        self.worst = Worst()
         self.started = time.monotonic()
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -93,4 +124,6 @@ class Tally:
 
     def as_dict(self) -> dict[str, Any]:
         kinds = {kind: self.counts[kind] for kind in ("passed", "failed", "skipped")}
-        return {**kinds, "seconds": round(time.monotonic() - self.started, 1), "failures": self.failures}
+        worst = {dtype: float(f"{error:.3g}") for dtype, error in self.worst.errors.items()}
+        seconds = round(time.monotonic() - self.started, 1)
+        return {**kinds, "seconds": seconds, "worst_error": worst, "failures": self.failures}

@@ -22,6 +22,7 @@ COMMANDS = {
     "embed": "turn texts into vectors, once, from the shell",
     "rerank": "order documents by relevance to a query, once, from the shell",
     "matrix": "show what every backend supports, and why others are absent",
+    "check": "say whether a model can be served here, and if not, what is the least to change",
     "doctor": "show versions, devices, failed plugins and the environment; check a device",
     "conformance": "prove what a backend declares, on this machine's device",
     "bench offline": "measure a model in this process, without HTTP",

@@ -1,6 +1,8 @@
-"""Shows the capability matrix: one row for each thing a backend declares, and why a backend has no device here.
+"""Shows the capability matrix: one row for each thing a backend declares, how far it is proven, and why a backend has
+no device here.
 
-It needs no device and imports no backend's libraries, so it answers on any machine.
+It needs no device and imports no backend's libraries, so it answers on any machine. With --model, only the rows that
+cover a model, from its config.json alone; `anycore check` says why the others do not.
 """
 
 from __future__ import annotations
@@ -10,27 +12,57 @@ import json
 import sys
 from typing import Any
 
-from anycore import plugins
+from anycore import ask, plugins
 from anycore.capabilities import capabilities
 from anycore.cli.flags import Parser
+from anycore.contract.declare import Task
 from anycore.guard import sentence
 
-COLUMNS = ("backend", "level", "tasks", "attention", "weights", "architectures", "head sizes", "block sizes", "chips")
+COLUMNS = (
+    "backend", "level", "tasks", "attention", "weights", "features", "architectures", "head sizes", "block sizes",
+    "chips", "evidence",
+)  # fmt: skip
+FORMATS = ("table", "json", "markdown")
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--backend", metavar="NAME", help="this backend only")
+    parser.add_argument("--task", choices=[task.value for task in Task], help="rows for this task only")
+    parser.add_argument("--model", metavar="MODEL", help="rows that cover this model only")
+    parser.add_argument("--format", choices=FORMATS, default="table", help="how to print it (default: table)")
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
 
 
 def run(options: argparse.Namespace) -> int:
-    report = capabilities(plugins.load())
-    if options.json:
+    loaded = plugins.load()
+    report = narrowed(capabilities(loaded), options, loaded)
+    if options.format == "json":
         print(json.dumps(report, indent=2))
+    elif options.format == "markdown":
+        print("\n".join(markdown(report)))
     elif sys.stdout.isatty():
         show_table(report)
     else:
         print("\n".join(plain(report)))
     return 0
+
+
+def narrowed(report: dict[str, Any], options: argparse.Namespace, loaded: plugins.Plugins) -> dict[str, Any]:
+    """Leave out what was not asked for."""
+    if options.backend is not None:
+        name = loaded.backend(options.backend).name
+        report["backends"] = [backend for backend in report["backends"] if backend["name"] == name]
+    covered = None
+    if options.model is not None:
+        covered = ask.covered_rows(ask.Question(options.model, task=options.task or "auto"), loaded)
+    for backend in report["backends"]:
+        backend["support"] = [
+            row
+            for number, row in enumerate(backend["support"])
+            if (options.task is None or options.task in row["tasks"])
+            and (covered is None or number in covered[backend["name"]])
+        ]
+    return report
 
 
 def show_table(report: dict[str, Any]) -> None:
@@ -43,7 +75,7 @@ def show_table(report: dict[str, Any]) -> None:
     for cells, note in rows(report):
         table.add_row(*cells, note)
     console.print(table)
-    for line in (*devices(report), *failures(report)):
+    for line in remarks(report):
         console.print(line)
 
 
@@ -54,7 +86,14 @@ def plain(report: dict[str, Any]) -> list[str]:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     notes = ["", *(note for _, note in rows(report))]
     noted = [f"{line}\n    {note}" if note else line for line, note in zip(lines, notes, strict=True)]
-    return [*noted, "", *devices(report), *failures(report)]
+    return [*noted, "", *remarks(report)]
+
+
+def markdown(report: dict[str, Any]) -> list[str]:
+    """Return the matrix as a Markdown table, and a list of devices and failures."""
+    table = [(*COLUMNS, "note"), ["---"] * (len(COLUMNS) + 1), *((*cells, note) for cells, note in rows(report))]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
+    return [*lines, "", *(f"- {line}" for line in remarks(report))]
 
 
 def rows(report: dict[str, Any]) -> list[tuple[tuple[str, ...], str]]:
@@ -64,15 +103,16 @@ def rows(report: dict[str, Any]) -> list[tuple[tuple[str, ...], str]]:
         for row in backend["support"]:
             lists = [row[name] for name in ("architectures", "head_dims", "block_sizes", "chips")]
             anything = [", ".join(map(str, values)) or "any" for values in lists]
-            cells = (
-                backend["name"],
-                row["level"],
-                ", ".join(row["tasks"]),
-                row["attention"],
-                ", ".join(row["weights"]),
-            )
-            out.append(((*cells, *anything), row["note"]))
+            tasks, weights, features = (", ".join(row[name]) or "-" for name in ("tasks", "weights", "features"))
+            cells = (backend["name"], row["level"], tasks, row["attention"], weights, features)
+            out.append(((*cells, *anything, row["evidence"] or "-"), row["note"]))
     return out
+
+
+def remarks(report: dict[str, Any]) -> list[str]:
+    """Return what stands below the table: devices, evidence that cannot be read, plugins that cannot be used."""
+    troubles = [line for backend in report["backends"] for line in backend["evidence_troubles"]]
+    return [*devices(report), *troubles, *failures(report)]
 
 
 def devices(report: dict[str, Any]) -> list[str]:

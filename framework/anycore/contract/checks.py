@@ -6,6 +6,7 @@ so that a mistake in those is found too.
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ TOLERANCE = {"float32": (1e-4, 2e-5), "bfloat16": (2e-2, 2e-2), "float16": (4e-3
 
 COMPANY_TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 4e-3}
 """How far a result may move, absolutely, when batch mates or chunking change."""
+
+errors = logging.getLogger("anycore.conformance.errors")
+"""Told the dtype and error of every comparison; `anycore conformance` keeps the worst of each."""
 
 NEVER = float("nan")
 """What an earlier owner left in the cache: whoever reads it shows it."""
@@ -57,6 +61,8 @@ def close(got: Tensor, wanted: Tensor, dtype: str, what: str) -> None:
     got = got.detach().cpu().double()
     assert bool(got.isfinite().all()), f"{what}: {int((~got.isfinite()).sum())} results are NaN or infinite"
     wrong = (got - wanted).abs() - (atol + rtol * wanted.abs())
+    if got.numel() and errors.isEnabledFor(logging.DEBUG):
+        errors.debug("%s: off by %g", dtype, float((got - wanted).abs().max()))
     assert bool((wrong <= 0).all()), f"{what}: off by {float((got - wanted).abs().max()):.3g}, allowed {atol:.3g}"
 
 

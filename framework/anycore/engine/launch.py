@@ -16,7 +16,7 @@ from anycore.config import ModelConfig
 from anycore.contract.declare import DTYPES, Device, Level, Need, Task, find
 from anycore.engine.memory import MemoryPlan, Room, Wish, plan
 from anycore.engine.settle import Decision, settle, wish_of
-from anycore.engine.tasks import is_paged
+from anycore.engine.tasks import cannot, is_paged
 from anycore.errors import ConfigError, PluginError, TaskNotSupported, Unsupported
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
@@ -88,10 +88,10 @@ def prepare(
     """
     source = locate(config.model, revision=config.revision, progress=progress)
     whole = read_spec(source, plugins.architectures(), config.pooling)
-    task = _task(config, whole)
+    task = task_of(config, whole)
     spec = whole.for_task(task)
-    needs = _needs(config, source, spec, task)
-    choice = _native(choose(plugins, needs, config.backend, config.device, config.allow_cpu_fallback), needs)
+    needs = needs_of(config, source, spec, task)
+    choice = prefer_native(choose(plugins, needs, config.backend, config.device, config.allow_cpu_fallback), needs)
     wish = wish_of(config, spec, task, choice)
     prepared = Prepared(config, source, spec, task, whole.tasks, choice, wish, None, (), strict, plugins)
     total = choice.device.memory
@@ -161,8 +161,8 @@ def _open(prepared: Prepared) -> tuple[Backend, Prepared]:
         if not prepared.config.allow_cpu_fallback or prepared.choice.fell_back:
             raise
         config, spec, task = prepared.config, prepared.spec, prepared.task
-        needs = _needs(config, prepared.source, spec, task)
-        choice = _native(fall_back(prepared.plugins, needs, error.message), needs)
+        needs = needs_of(config, prepared.source, spec, task)
+        choice = prefer_native(fall_back(prepared.plugins, needs, error.message), needs)
         prepared = replace(prepared, choice=choice, wish=wish_of(config, spec, task, choice))
         return open_backend(choice), prepared
 
@@ -201,23 +201,27 @@ def _planned(prepared: Prepared, room: Room, block_bytes: int | None = None) -> 
     return prepared
 
 
-def _task(config: ModelConfig, spec: ModelSpec) -> Task:
+def task_of(config: ModelConfig, spec: ModelSpec) -> Task:
+    """What the model is served for.
+
+    Raises:
+        TaskNotSupported: this checkpoint cannot do what is asked; says what it can.
+    """
     if config.task == "auto":
         return spec.tasks[0]
     task = Task(config.task)
     if task not in spec.tasks:
-        names = ", ".join(t.value for t in spec.tasks)
-        raise TaskNotSupported(f"{spec.architecture} cannot {task.value}: this checkpoint can {names}", param="task")
+        raise TaskNotSupported(cannot(spec, task), param="task")
     return task
 
 
-def _needs(config: ModelConfig, source: Source, spec: ModelSpec, task: Task) -> NeedFor:
+def needs_of(config: ModelConfig, source: Source, spec: ModelSpec, task: Task) -> NeedFor:
     """What to ask of a device, best data type first."""
     dtypes = _dtypes(config, spec, source)
     return lambda device: [_need(config, spec, task, dtype, device) for dtype in dtypes]
 
 
-def _native(choice: Choice, needs: NeedFor) -> Choice:
+def prefer_native(choice: Choice, needs: NeedFor) -> Choice:
     """With `--dtype auto`, prefer a native row to keeping the checkpoint's own type on a slower one."""
     wanted = needs(choice.device)
     for need in [wanted] if isinstance(wanted, Need) else wanted:

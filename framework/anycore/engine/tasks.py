@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 from anycore.contract.declare import Task
+from anycore.errors import ConfigError
 from anycore.models.spec import ModelSpec
+
+
+def cannot(spec: ModelSpec, *tasks: Task) -> str:
+    """Say that a checkpoint cannot be served for any of `tasks`, and for what it can."""
+    asked = " or ".join(task.value for task in tasks)
+    return f"{spec.architecture} cannot {asked}: this checkpoint can {', '.join(task.value for task in spec.tasks)}"
+
+
+def check_length(asked: int, spec: ModelSpec) -> None:
+    """Raise ConfigError for sequences that are longer than the model's positions."""
+    if asked > spec.max_positions:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the {spec.max_positions} positions this model was made for",
+            param="max_model_len",
+        )
 
 
 def wanted_rows(spec: ModelSpec, task: Task) -> str:

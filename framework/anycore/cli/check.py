@@ -1,0 +1,73 @@
+"""Says whether a model can be served, by which backend, and if not, why and what is the least that has to change.
+
+It reads config.json and the small files beside it: weights are never fetched, and no backend's libraries are imported.
+Where a backend has no device here, or with --chip, its table answers for a device that is assumed. Exits with 0 for
+yes (one backend can), 3 for no. How much memory a model takes is another question: anycore plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from anycore import plugins
+from anycore.ask import Question, Report, check, read, sentence
+from anycore.cli.flags import Parser, parse_quantity
+from anycore.contract.declare import DTYPES, FEATURES, Task
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a folder, GGUF file, hub id, modelscope:ID or pkg:NAME, as for serve"
+    )
+    parser.add_argument("--task", choices=["auto", *(task.value for task in Task)], default="auto", help="what for")
+    parser.add_argument("--backend", metavar="NAME", help="this backend only (default: every one)")
+    parser.add_argument("--chip", metavar="NAME", help="this kind of device, whether it is here or not, such as 910B")
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="weight and activation type")
+    parser.add_argument("--quantization", metavar="FORMAT", help="format that weights are held in, such as int8")
+    parser.add_argument("--features", metavar="A,B", default="", help=f"what else it must do: {', '.join(FEATURES)}")
+    parser.add_argument("--max-model-len", metavar="N", type=parse_quantity, help="longest sequence in tokens")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print it (default: text)")
+
+
+def run(options: argparse.Namespace) -> int:
+    loaded = plugins.load()
+    question = Question(
+        options.model,
+        task=options.task,
+        backend=options.backend,
+        chip=options.chip,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        features=tuple(name.strip() for name in options.features.split(",") if name.strip()),
+        max_model_len=options.max_model_len,
+        revision=options.revision,
+    )
+    report = check(question, loaded, read(question, loaded))
+    if options.format == "json":
+        failures = [str(failure) for failure in loaded.failures]
+        print(json.dumps({**report.as_dict(), "failures": failures}, indent=2))
+    else:
+        print("\n".join([*text(report), *map(str, loaded.failures)]))
+    return 0 if report.supported else 3
+
+
+def text(report: Report) -> list[str]:
+    """Return the answers as lines: the verdict, then each backend with its row, or its reasons and alternatives."""
+    about = f"{report.question.model}"
+    if report.architecture:
+        about += f" ({report.architecture}; can {', '.join(report.possible_tasks)})"
+    lines = [f"{'yes' if report.supported else 'no'}: {about}"]
+    for found in report.answers:
+        lines.append(f"  {sentence(found)}")
+        if found.absent and not found.device:
+            lines.append(f"    assumed: {' '.join(found.absent.split())}")
+        if found.row is not None and found.row.note:
+            lines.append(f"    note: {found.row.note}")
+        lines += [f"    - {row}: {reason}" for row, reason in found.reasons]
+        if found.alternatives:
+            lines.append("    the least that would have to change:")
+        for number, other in enumerate(found.alternatives, 1):
+            lines.append(f"      {number}. {', '.join(other.changes)} ({other.backend}, {other.level})")
+    return lines
