@@ -43,6 +43,7 @@ class Machine:
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith(("ASCEND_", "STANDIN_"))},
             "ANYCORE_ASCEND_ROOT": str(folder),
+            "ANYCORE_CACHE": str(folder / "cache"),  # what is proven here is not proven of this computer's devices
             "ASCEND_HOME_PATH": str(home),
             "ASCEND_TOOLKIT_HOME": str(home),
             "ASCEND_OPP_PATH": str(home / "opp"),
