@@ -48,13 +48,14 @@ def main() -> int:
 def environment(folder: Path) -> Path:
     """A virtual environment with the project, its test packages and torch_npu; returns its interpreter."""
     python = folder / "bin" / "python"
-    done = folder / f"torch-npu-{TORCH_NPU}"
-    if done.exists():
+    lent = site_packages()
+    made_of = f"torch-npu {TORCH_NPU}, {sys.version}, {ROOT}, {lent}\n"
+    note = folder / "made-of.txt"
+    if note.exists() and note.read_text() == made_of:
         return python
     say(f"making {folder}")
     run([sys.executable, "-m", "venv", "--clear", str(folder)])
     pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    lent = site_packages()
     if lent is None:
         run([*pip, "-c", str(CONSTRAINTS), "-e", f"{ROOT}[dev]"])
     run([*pip, "--no-deps", f"torch-npu=={TORCH_NPU}"])
@@ -64,14 +65,14 @@ def environment(folder: Path) -> Path:
         lines.insert(0, f"import site; site.addsitedir({str(lent)!r})")
     own = run_for_text([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"])
     Path(own, "ascend_rig.pth").write_text("\n".join(lines) + "\n")
-    done.touch()
+    note.write_text(made_of)
     return python
 
 
 def site_packages() -> Path | None:
     """Packages of the interpreter that runs this, if it has what the tests need: copies of torch are large."""
     try:
-        for package in ("pytest", "pytest-timeout", "pytest-xdist", "transformers", "httpx"):
+        for package in ("anycore", "pytest", "pytest-timeout", "pytest-xdist", "transformers", "httpx"):
             metadata.version(package)
         torch = metadata.distribution("torch")
     except metadata.PackageNotFoundError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import gc
 import json
 import os
 from collections import Counter
@@ -20,7 +19,7 @@ import torch_npu  # noqa: F401  the rig is in place from here on
 from rig.install import CALLS
 
 CROWDED = 128 * 2**20
-"""Bytes in use after a test from which on the garbage of earlier ones is looked for."""
+"""Bytes held after a test from which on the garbage of earlier ones is looked for."""
 
 COUNTS: dict[str, Counter[str]] = {}
 
@@ -43,12 +42,10 @@ def counted(request: pytest.FixtureRequest) -> Iterator[None]:
 def emptied() -> Iterator[None]:
     """Engines hold themselves in circles: a test must not find the device full of another's."""
     yield
-    if torch.npu.memory_reserved() > 64 << 20:
+    if torch.npu.memory_reserved() > CROWDED:
+        gc.unfreeze()  # the engine's warm-up froze what was alive, earlier engines among it
         gc.collect()
         torch.npu.empty_cache()
-    if torch.npu.memory_allocated() > CROWDED:  # engines of earlier tests, which the engine's gc.freeze() keeps
-        gc.unfreeze()
-        gc.collect()
 
 
 def pytest_sessionfinish() -> None:

@@ -70,7 +70,8 @@ class Recorder:
             for work in list(self.graphs[handle]):
                 work()
         elif moment == DESTROY:
-            self.graphs.pop(handle, None)
+            gone = self.graphs.pop(handle, None)
+            self.groups = {key: group for key, group in self.groups.items() if group.graph is not gone}
         elif moment == GROUP_BEGIN:
             self.group_start = len(self._recording())
         elif moment == GROUP_END:
