@@ -41,7 +41,8 @@ def main() -> int:
             return subprocess.run([environ.get("SHELL", "/bin/sh")], env=environ, check=False).returncode
         code = test(python, rest, environ)
         if not rest:
-            code = code or report(Path(environ["STANDIN_COUNTS"]))
+            silent = report(Path(environ["STANDIN_COUNTS"]))
+            code = code or silent
     return code
 
 
