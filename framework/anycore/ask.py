@@ -270,7 +270,8 @@ def _changes(
     if elsewhere:
         for other in plugins.backends:
             if other is not spec:
-                yield _Change(3, f"--backend {other.name}", {"backend": other.name, "chip": None})
+                weight = 3 if other.probe().available else 6  # one that is not here is the last resort
+                yield _Change(weight, f"--backend {other.name}", {"backend": other.name, "chip": None})
     if question.chip is not None:
         for chip in dict.fromkeys(chip for row in spec.support for chip in row.chips):
             if chip != question.chip:

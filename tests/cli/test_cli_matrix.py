@@ -13,8 +13,11 @@ from installed import anycore, install, install_echo
 from anycore import plugins
 from anycore.cli import doctor
 from anycore.cli.main import main
-from anycore.cli.matrix import plain, rows, show_table
+from anycore.cli.matrix import markdown, plain, rows, show_table
 from anycore.config import ENVIRONMENT
+from anycore.contract.declare import CONTRACT_VERSION
+
+VERSION = ".".join(map(str, CONTRACT_VERSION))
 
 
 def matrix(path: Path, script: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -30,7 +33,8 @@ def test_json_holds_every_row_as_declared(capsys: pytest.CaptureFixture[str]) ->
     loaded = plugins.load()
     assert [backend["name"] for backend in report["backends"]] == [spec.name for spec in loaded.backends]
     for backend, spec in zip(report["backends"], loaded.backends, strict=True):
-        assert backend["support"] == [json.loads(msgspec.json.encode(row)) for row in spec.support]
+        rows = [{name: value for name, value in row.items() if name != "evidence"} for row in backend["support"]]
+        assert rows == [json.loads(msgspec.json.encode(row)) for row in spec.support]
         assert backend["distribution"] == spec.distribution
 
 
@@ -67,14 +71,14 @@ def test_h03_a_plugin_of_another_contract_is_shown(tmp_path: Path) -> None:
     install_echo(tmp_path)
     for command in ("matrix", "doctor"):
         done = anycore(command, path=tmp_path, env={"ANYCORE_ECHO": '{"api": [2, 0]}'})
-        assert "plugin echo (anycore-echo 0.1.0): needs contract 2.0, this is 1.0." in done.stdout
+        assert f"plugin echo (anycore-echo 0.1.0): needs contract 2.0, this is {VERSION}." in done.stdout
         assert done.returncode == 0, done.stderr
 
 
 def test_h03_doctor_gives_all_versions_as_json(tmp_path: Path) -> None:
     done = anycore("doctor", "--json", path=install_echo(tmp_path), env={"ANYCORE_ECHO": '{"driver": "11.4"}'})
     report = json.loads(done.stdout)
-    assert report["contract"] == [1, 0]
+    assert report["contract"] == list(CONTRACT_VERSION)
     assert report["packages"].keys() >= {"torch", "transformers", "fastapi", "pluggy"}
     assert "ruff" not in report["packages"]
     versions = {backend["name"]: backend["probe"]["versions"] for backend in report["backends"]}
@@ -108,13 +112,16 @@ REPORT: dict[str, Any] = {
                     "tasks": ["embed", "rerank"],
                     "attention": "bidirectional",
                     "weights": ["float32"],
+                    "features": ["token_types"],
                     "architectures": [],
                     "head_dims": [64, 128],
                     "block_sizes": [],
                     "chips": ["80"],
                     "note": "a [note]",
+                    "evidence": "proven on a board, 2026-01-02",
                 }
             ],
+            "evidence_troubles": ["a file is no report"],
         }
     ],
     "failures": [{"name": "two", "distribution": "two 2.0", "reason": "it broke", "advice": "Mend it."}],
@@ -122,23 +129,42 @@ REPORT: dict[str, Any] = {
 
 
 def test_plain_text_has_a_line_a_row_and_a_line_a_trouble() -> None:
-    cells = ("one", "native", "embed, rerank", "bidirectional", "float32", "any", "64, 128", "any", "80")
+    cells = (
+        "one", "native", "embed, rerank", "bidirectional", "float32", "token_types", "any", "64, 128", "any", "80",
+        "proven on a board, 2026-01-02",
+    )  # fmt: skip
     assert rows(REPORT) == [(cells, "a [note]")]
     lines = plain(REPORT)
     columns, note = lines[1].split("\n")
     assert [word.strip() for word in columns.split("  ") if word] == list(cells)
     assert note == "    a [note]"
-    assert lines[-2:] == [
+    assert lines[-3:] == [
         "one (one 1.0): no device: it is off. Turn it on.",
+        "a file is no report",
         "plugin two (two 2.0): it broke. Mend it.",
     ]
 
 
+def test_markdown_is_a_table_and_a_list() -> None:
+    lines = markdown(REPORT)
+    assert lines[2].startswith("| one | native | embed, rerank | bidirectional | float32 | token_types | any |")
+    assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+    assert lines[-1] == "- plugin two (two 2.0): it broke. Mend it."
+
+
 def test_the_table_of_a_terminal_says_the_same(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "240")
     show_table(REPORT)
     text = capsys.readouterr().out
-    for words in ("embed, rerank", "bidirectional", "64, 128", "a [note]", "it is off. Turn it on.", "it broke. Mend"):
+    for words in (
+        "embed, rerank",
+        "bidirectional",
+        "proven on a board,",
+        "64, 128",
+        "a [note]",
+        "it is off. Turn it on.",
+        "it broke. Mend",
+    ):
         assert words in text
 
 
@@ -162,3 +188,13 @@ def test_doctor_shows_every_variable_that_is_read(capsys: pytest.CaptureFixture[
 def test_doctor_exits_1_when_no_backend_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "examine", lambda environ: {"backends": [{"available": False}]})
     assert main(["doctor", "--json"]) == 1
+
+
+def test_one_backend_and_one_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["matrix", "--json", "--backend", "cpu", "--task", "generate"]) == 0
+    (backend,) = json.loads(capsys.readouterr().out)["backends"]
+    assert backend["name"] == "cpu"
+    assert backend["support"]
+    assert all("generate" in row["tasks"] for row in backend["support"])
+    assert main(["matrix", "--backend", "cup"]) == 3
+    assert "Did you mean cpu?" in capsys.readouterr().err

@@ -9,41 +9,36 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 
 from anycore import plugins
 from anycore.ask import Question, Report, check, read, sentence
-from anycore.cli.flags import Parser, parse_quantity
-from anycore.contract.declare import DTYPES, FEATURES, Task
+from anycore.cli.flags import Parser, add_flags
+from anycore.cli.settings import given
+from anycore.config import ModelConfig
+from anycore.contract.declare import FEATURES
+
+FLAGS = ("task", "backend", "dtype", "max_model_len", "revision")
+"""Settings of a model that matter to the answer."""
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a folder, GGUF file, hub id, modelscope:ID or pkg:NAME, as for serve"
     )
-    parser.add_argument("--task", choices=["auto", *(task.value for task in Task)], default="auto", help="what for")
-    parser.add_argument("--backend", metavar="NAME", help="this backend only (default: every one)")
     parser.add_argument("--chip", metavar="NAME", help="this kind of device, whether it is here or not, such as 910B")
-    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="weight and activation type")
     parser.add_argument("--quantization", metavar="FORMAT", help="format that weights are held in, such as int8")
     parser.add_argument("--features", metavar="A,B", default="", help=f"what else it must do: {', '.join(FEATURES)}")
-    parser.add_argument("--max-model-len", metavar="N", type=parse_quantity, help="longest sequence in tokens")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub id")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print it (default: text)")
+    others = [item.name for item in fields(ModelConfig) if item.name not in FLAGS]
+    add_flags(parser, "as for serve", ModelConfig, skip=others)
 
 
 def run(options: argparse.Namespace) -> int:
     loaded = plugins.load()
-    question = Question(
-        options.model,
-        task=options.task,
-        backend=options.backend,
-        chip=options.chip,
-        dtype=options.dtype,
-        quantization=options.quantization,
-        features=tuple(name.strip() for name in options.features.split(",") if name.strip()),
-        max_model_len=options.max_model_len,
-        revision=options.revision,
-    )
+    chosen = {name: value for name, value in given(options, ModelConfig).items() if value != "auto"}
+    features = tuple(name.strip() for name in options.features.split(",") if name.strip())
+    question = Question(**chosen, chip=options.chip, quantization=options.quantization, features=features)
     report = check(question, loaded, read(question, loaded))
     if options.format == "json":
         failures = [str(failure) for failure in loaded.failures]

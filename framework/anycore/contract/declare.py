@@ -7,8 +7,9 @@ This module imports no torch, so the matrix can be read on any machine in millis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anycore.errors import Unsupported
@@ -115,6 +116,7 @@ class BackendSpec:
     priority: int = 0  # --backend auto takes the highest that is available and supports the need
     memory_utilization: float = 0.9  # default share of the device's memory
     batched_tokens: int | None = None  # default rows of a step; None leaves it to the engine
+    evidence: Path | None = None  # folder of reports that `anycore conformance` wrote on devices
     copied_dtypes: tuple[str, ...] = ()  # weights that Ops.pack copies; a tied head then exists twice
     distribution: str = ""  # filled in by the plugin manager: "name version" it came from
 
@@ -137,7 +139,7 @@ def mismatches(row: Support, need: Need) -> list[str]:
     if need.block_size is not None and row.block_sizes and need.block_size not in row.block_sizes:
         out.append(f"block size {need.block_size} is not among {', '.join(map(str, row.block_sizes))}")
     missing = [name for name in need.features if name not in row.features]
-    if missing:
+    if missing and row.level is not Level.UNSUPPORTED:  # what is refused is refused with any features
         out.append(f"lacks {', '.join(missing)}")
     if not out and row.level is Level.UNSUPPORTED:
         out.append(row.note or "declared as unsupported")
@@ -160,12 +162,20 @@ def find(rows: Iterable[Support], need: Need) -> Support:
 def explain(rows: Sequence[Support], need: Need) -> str:
     """Say why no row covers `need`: one line a row with its first mismatch, nearest row first."""
     asked = f"{need.task.value} with {need.architecture} ({need.attention}, {need.weights}, head size {need.head_dim})"
-    ranked = sorted(((mismatches(row, need), row) for row in rows), key=lambda pair: len(pair[0]))
     lines = [f"no support for {asked}:"]
-    lines += [f"  - {describe(row)}: {reasons[0]}" for reasons, row in ranked if reasons]
+    lines += [f"  - {row}: {reason}" for row, reason in refusals(rows, need)]
     if not rows:
         lines.append("  - this backend declares no support at all")
     return "\n".join(lines)
+
+
+def refusals(rows: Iterable[Support], need: Need) -> list[tuple[str, str]]:
+    """Return each row that does not cover `need`, described, with its first mismatch.
+
+    The nearest row comes first: one that fits and says why such things are refused, then those with few mismatches.
+    """
+    ranked = sorted(rows, key=lambda row: len(mismatches(replace(row, level=Level.REFERENCE), need)))
+    return [(describe(row), reasons[0]) for row in ranked if (reasons := mismatches(row, need))]
 
 
 def describe(row: Support) -> str:
