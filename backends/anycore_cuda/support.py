@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anycore.contract.declare import BackendSpec, Level, Support, Task
@@ -60,4 +61,5 @@ SPEC = BackendSpec(
     open=open_device,
     priority=100,
     batched_tokens=8192,
+    evidence=Path(__file__).parent / "evidence",
 )
