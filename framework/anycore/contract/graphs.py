@@ -18,6 +18,7 @@ from torch import Tensor
 
 from anycore.contract.backend import StepOutput, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.costs import buckets
 from anycore.contract.ops import Ops
 from anycore.contract.sizes import Limits
 
@@ -40,12 +41,6 @@ class Capture(Protocol):
     """
 
     def __call__(self, work: Callable[[], StepOutput]) -> tuple[Replay, StepOutput]: ...
-
-
-def buckets(most: int) -> list[int]:
-    """Batch sizes to capture: close together where a step is short, never more than an eighth too large from 64 on."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
-    return [size for size in sizes if size < most] + [most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +91,12 @@ class GraphStep:
         self._uniforms = torch.zeros(most, dtype=ops.draw_dtype, device=device)
 
     def __call__(self, batch: Batch, sampling: Sampling | None) -> StepOutput:
+        if sampling is None:  # nothing decodes
+            return self.step(batch, sampling)
         if self._rehearsal is not None:
             self._rehearse(self._rehearsal, batch, sampling)
             self._rehearsal = None
-        if sampling is None or not replayable(batch):
+        if not replayable(batch):
             return self.step(batch, sampling)
         count = len(batch.query_lens)
         if count > self.buckets[-1]:
@@ -127,12 +124,12 @@ class GraphStep:
         return StepOutput(rows, Samples(ids, finite))
 
     def _rehearse(
-        self, rehearsal: Callable[[], AbstractContextManager[None]], batch: Batch, sampling: Sampling | None
+        self, rehearsal: Callable[[], AbstractContextManager[None]], batch: Batch, sampling: Sampling
     ) -> None:
         """Go through the first step and all kinds that `_prepare` runs, for the kernels that they will ask for."""
         most = self.buckets[-1]
         with rehearsal():
-            self.step(batch, sampling)
+            self.step(batch, replace(sampling, logprobs=None))  # they are looked up by ids that nobody has drawn here
             for decoding in (1, most - 1):
                 self.step(self._mixed(batch, decoding), self._sampling_of(decoding + 1))
             self.step(self._batch(batch, most, shares=True), self._sampling_of(most))
@@ -141,7 +138,7 @@ class GraphStep:
                     self.step(self._batch(batch, size, shares=False), self._sampling_of(size))
 
     def _prepare(self, batch: Batch, bucket: int, whole: bool, shares: bool) -> None:
-        """Capture what is missing: at first every bucket, with and without sampling, later the one at hand.
+        """Capture what is missing: at first every bucket with plain sampling, later the one at hand.
 
         The first time, which is the warm-up, the other kinds of steps are run once, too: nothing is compiled later.
         """
@@ -154,8 +151,9 @@ class GraphStep:
         if self.compiles and self.ops.shares(sharing):
             self.step(sharing, self._sampling_of(self.buckets[-1]))
         for size in reversed(self.buckets):  # the largest first: later ones then fit into the memory it took
-            for kind in (True, False):
-                self._record(batch, size, kind, shares)
+            self._record(batch, size, True, shares)
+        if not whole:
+            self._record(batch, bucket, whole, shares)
 
     def _record(self, batch: Batch, bucket: int, whole: bool, shares: bool) -> None:
         mine, sampling = self._batch(batch, bucket, shares), self._sampling_of(bucket) if whole else None

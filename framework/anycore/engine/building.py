@@ -42,7 +42,7 @@ class BatchBuilder:
         for row, request in enumerate(requests):
             request.place = row
 
-    def build(self, step: Step, output_rows: list[int]) -> Batch:
+    def build(self, step: Step, output_rows: list[int] | range) -> Batch:
         """Any step.
 
         A token that the host has not seen is a request's last, and was sampled by the step just before.
@@ -63,12 +63,16 @@ class BatchBuilder:
         starts = np.array(positions + [chunk.start for chunk in step.chunks], dtype=np.int64)
         ends = np.cumsum(lens)
         owner = np.repeat(np.arange(len(requests)), lens)
-        every = output_rows == list(range(len(ids)))
-        parts: tuple[list[int], ...] = (ids, [] if every else output_rows, unseen, places)
+        order = range(len(ids))
+        every = output_rows == order or (len(output_rows) == len(order) and output_rows == list(order))
+        parts = (ids, [] if every else output_rows, unseen, places)
         arrays = [np.array(part, dtype=np.int64) for part in parts]
         if self.spec.token_type_count:
-            types = [t for chunk in step.chunks for t in chunk.request.new.token_types or [0] * chunk.rows]
-            arrays.append(np.array(types, dtype=np.int64))
+            types = np.zeros(len(ids), dtype=np.int64)
+            for chunk, end in zip(step.chunks, ends.tolist(), strict=True):
+                if chunk.request.new.token_types:
+                    types[end - chunk.rows : end] = chunk.request.new.token_types
+            arrays.append(types)
         if self.kv is not None:
             self._rows = self.tables.rows(requests)
         self._starts, self._lens, self._shared = starts, lens.tolist(), None

@@ -11,9 +11,12 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from anycore import evidence
 from anycore.choose import Choice, NeedFor, choose, fall_back, open_backend
 from anycore.config import ModelConfig
-from anycore.contract.declare import DTYPES, Device, Level, Need, Task, find
+from anycore.contract.declare import DTYPES, Device, Level, Need, Task, describe, find
 from anycore.engine.memory import MemoryPlan, Room, Wish, plan
 from anycore.engine.settle import Decision, settle, wish_of
 from anycore.engine.tasks import cannot, is_paged
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
     from anycore.engine.engine import Engine
 
 log = logging.getLogger(__name__)
+
+YOUNG_OBJECTS = 50_000
+"""Made between two looks for cycles: steps make none, and thousands of waiting requests are no garbage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +74,32 @@ class Prepared:
             "backend": self.choice.spec.name,
             "device": self.choice.device.name,
             "level": self.choice.support.level.value,
+            "row": describe(self.choice.support),
+            "evidence": evidence.of_row(self.choice.spec, self.choice.support, self.choice.device.chip),
             "pooling": pooling.kind if pooling else None,
             "pooling_source": pooling.source if pooling else None,
             "dimensions": self.spec.vector_size if self.task is Task.EMBED else None,
             "matryoshka": list(pooling.matryoshka) if pooling else [],
             "prompts": [name for name, _ in pooling.prompts] if pooling else [],
             "memory": self.plan.as_dict() if self.plan else None,
-            "settings": {d.name: d.value for d in self.decisions},
+            "settings": {d.name: msgspec.to_builtins(d) for d in self.decisions},
         }
 
 
 def prepare(
-    config: ModelConfig, plugins: Plugins, *, strict: bool = False, progress: Progress | None = None
+    config: ModelConfig,
+    plugins: Plugins,
+    *,
+    strict: bool = False,
+    progress: Progress | None = None,
+    weights: bool = True,
 ) -> Prepared:
-    """Find out whether and how a model can be served, from its small files.
+    """Find out whether and how a model can be served, from its small files. `weights=False` fetches nothing else.
 
     Raises:
         SourceError, ConfigError, Unsupported, PluginError, DoesNotFit: each says what to change.
     """
-    source = locate(config.model, revision=config.revision, progress=progress)
+    source = locate(config.model, revision=config.revision, weights=weights, progress=progress)
     whole = read_spec(source, plugins.architectures(), config.pooling)
     task = task_of(config, whole)
     spec = whole.for_task(task)
@@ -149,6 +162,7 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     tell("warm up", 0.0)
     warm_up(engine)
     gc.freeze()  # what is alive now stays: looking through it again and again would hold up steps
+    gc.set_threshold(YOUNG_OBJECTS)
     tell("ready", 1.0)
     return engine
 

@@ -45,7 +45,7 @@ class Model(Protocol):
 class Wanted:
     """The rows of a step whose hidden states are needed, and whose they are. Sampled rows come first."""
 
-    rows: list[int] = field(default_factory=list)
+    rows: list[int] | range = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)  # one row each
     prompt: list[tuple[Request, int, int]] = field(default_factory=list)  # prompt scores: request, position, rows
     pooled: list[Request] = field(default_factory=list)
@@ -139,25 +139,28 @@ class Runner:
 
     def _wanted(self, step: Step) -> Wanted:
         """Which rows' hidden states are needed, and for what."""
+        if self._rows == "all":  # pooled over whole requests, none of which is split
+            return Wanted(range(step.rows), pooled=[entry.request for entry in step.chunks])
         at = len(step.decodes)
-        wanted = Wanted(rows=list(range(at)), sampled=list(step.decodes))
+        wanted = Wanted(sampled=list(step.decodes))
+        rows = list(range(at))
         further: list[int] = []
         for entry in step.chunks:
             request, end = entry.request, at + entry.rows
             if request.is_pooled:
                 if entry.last:
-                    further += {"first": (at,), "last": (end - 1,), "all": range(at, end)}[self._rows]
+                    further.append(at if self._rows == "first" else end - 1)
                     wanted.pooled.append(request)
             else:
                 if entry.last:
                     wanted.sampled.append(request)
-                    wanted.rows.append(end - 1)
+                    rows.append(end - 1)
                 scored = self._scored_rows(entry)
                 if scored:
                     further += range(at, at + scored)
                     wanted.prompt.append((request, entry.start, scored))
             at = end
-        wanted.rows += further
+        wanted.rows = rows + further
         wanted.only_sampled = len(wanted.rows) == len(wanted.sampled) == len(step.decodes) + len(step.chunks)
         return wanted
 

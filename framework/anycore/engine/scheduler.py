@@ -283,8 +283,10 @@ class Scheduler:
         if not self.waiting:
             return step
         seats = self.limits.max_num_seqs
-        first, *others = self.waiting[: seats * LENGTH_WINDOW]
-        others.sort(key=lambda request: abs(request.num_prompt - first.num_prompt))
+        near = self.waiting[: seats * LENGTH_WINDOW]
+        length = near[0].num_prompt
+        first, *others = near
+        others.sort(key=lambda request: abs(request.num_prompt - length))
         budget = self.limits.max_num_batched_tokens
         chosen: list[Request] = []
         for request in (first, *others):
@@ -293,14 +295,14 @@ class Scheduler:
             if request.num_prompt <= budget:
                 budget -= request.num_prompt
                 chosen.append(request)
-        left = set(map(id, chosen))
-        self.waiting = [request for request in self.waiting if id(request) not in left]
-        for request in sorted(chosen, key=lambda request: request.num_prompt):
+        chosen.sort(key=lambda request: request.num_prompt)
+        for request in chosen:
             request.status = Status.RUNNING
             insort(self.running, request, key=_rank)
             entry = Entry(request, 0, request.num_prompt, True)
             step.chunks.append(entry)
             self._advance(entry)
+        self.waiting[: len(near)] = [request for request in near if request.status is Status.WAITING]
         return step
 
 
