@@ -138,8 +138,9 @@ def check(question: Question, plugins: Plugins, model: Model) -> Report:
 
     Raises:
         PluginError: there is no backend of that name.
-        ConfigError: a feature is not one.
+        ConfigError: a feature, or another word of the question, is not one.
     """
+    question.config()
     for name in question.features:
         if name not in FEATURES:
             raise ConfigError(f"there is no feature {name!r}; there are {', '.join(FEATURES)}", param="features")

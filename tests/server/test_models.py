@@ -66,6 +66,11 @@ def test_models_are_listed_with_what_they_can(live: Live) -> None:
         assert entry["level"] in ("native", "reference")
         assert entry["max_model_len"] > 0
         assert entry["dtype"] == "float32"
+        assert entry["row"]
+        assert entry["evidence"].startswith(("declared", "proven", "stale", "refuted"))
+        assert entry["settings"]["dtype"] == {
+            "name": "dtype", "value": "float32", "by": "model", "why": "", "adjusted": False, "guessed": False,
+        }  # fmt: skip
     assert entries["alias"]["root"] == "org/lm.v1"
     assert entries["alias"]["sampling_defaults"] == {}
     assert entries["bert"]["pooling"]
@@ -108,3 +113,31 @@ def test_capabilities_are_those_of_the_backends_found(live: Live) -> None:
     assert cpu["probe"]["devices"]
     assert {"generate", "embed", "rerank"} <= {task for row in cpu["support"] for task in row["tasks"]}
     assert isinstance(body["failures"], list)
+
+
+def test_h08_a_served_model_is_asked_about_as_on_the_command_line(live: Live) -> None:
+    found = live.get("/v1/capabilities?model=bert&backend=ascend&chip=910B&task=rerank").json()["check"]
+    assert found["supported"] is True
+    assert found["answers"][0]["row"]["attention"] == "bidirectional"
+    found = live.get("/v1/capabilities?model=ce&task=embed").json()["check"]
+    assert found["supported"] is False
+    told = live.post("/v1/embeddings", {"model": "ce", "input": "a"}).json()["error"]["message"]
+    for answer in found["answers"]:
+        assert answer["reasons"][0][1] in told  # the same sentence
+        assert answer["alternatives"][0]["changes"] == ["--task rerank"]
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "words"),
+    [
+        ("model=/etc/passwd", 404, "there is no model '/etc/passwd' here"),
+        ("model=bert&features=telepathy", 400, "there is no feature 'telepathy'"),
+        ("model=bert&backend=cup", 400, "Did you mean cpu?"),
+        ("model=bert&dtype=int3", 400, "--dtype must be one of"),
+        ("model=bert&task=paint", 400, "task"),
+    ],
+)
+def test_wrong_questions_are_answered_with_what_is_wrong(live: Live, query: str, status: int, words: str) -> None:
+    answer = live.get(f"/v1/capabilities?{query}")
+    assert answer.status_code == status
+    assert words in answer.json()["error"]["message"]

@@ -7,8 +7,10 @@ beside it are defaults for all. The command line wins.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 
+from anycore import plugins
 from anycore.cli.flags import Once, Parser, add_flags
 from anycore.cli.progress import show_progress
 from anycore.cli.settings import gather
@@ -28,12 +30,22 @@ def add_arguments(parser: Parser) -> None:
         help="demo, or a folder, GGUF file, hub id, modelscope:ID or pkg:NAME",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print every effective setting and who decided it; start nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: as JSON")
     add_flags(parser, "model", ModelConfig)
     add_flags(parser, "server", ServerConfig)
 
 
 def run(options: argparse.Namespace) -> int:
     settings = gather(options)
+    if options.dry_run:
+        from anycore.cli import dry_run
+
+        report = dry_run.effective(settings, plugins.load())
+        print(json.dumps(report, indent=2) if options.json else "\n".join(dry_run.text(report)))
+        return 0
     log.info("server: %s", shown(settings.server) or "defaults")
     for model in settings.models:
         log.info("model: %s", shown(model))

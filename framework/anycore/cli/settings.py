@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from anycore.cli.flags import convert, kind_of, nearest, spellings
-from anycore.config import ModelConfig, ServerConfig
+from anycore.config import ModelConfig, ServerConfig, shown
 from anycore.errors import ConfigError
 from anycore.models.catalog import CATALOG
 
@@ -21,6 +21,8 @@ class Settings:
 
     server: ServerConfig
     models: tuple[ModelConfig, ...]
+    server_from: dict[str, str] = field(default_factory=dict)  # field -> "flag", "file", "environment"
+    models_from: tuple[dict[str, str], ...] = ()  # of each model; "list": a built-in list's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +47,23 @@ def gather(options: argparse.Namespace) -> Settings:
     flags = given(options, ModelConfig)
     if file.models and flags.get("model"):
         raise ConfigError(f"give MODEL on the command line or models: in {path}, not both", param="model")
-    models = tuple(
-        model
-        for number, entry in enumerate(file.models or ({},))
-        for model in expand({**file.model, **entry, **flags}, f"{path}: models[{number}]: " if file.models else "")
-    )
+    models: list[ModelConfig] = []
+    origins: list[dict[str, str]] = []
+    for number, entry in enumerate(file.models or ({},)):
+        said = {**dict.fromkeys({**file.model, **entry}, "file"), **dict.fromkeys(flags, "flag")}
+        values = {**file.model, **entry, **flags}
+        for model in expand(values, f"{path}: models[{number}]: " if file.models else ""):
+            models.append(model)
+            origins.append(said if model.model == values["model"] else {**dict.fromkeys(shown(model), "list"), **said})
     if len(models) > 1 and "served_model_name" in flags:
         raise ConfigError(
             f"--served-model-name names one model, and there are {len(models)}: "
             "name each under models: in a --config file",
             param="served_model_name",
         )
-    return Settings(server, models)
+    words = given(options, ServerConfig)
+    by = (dict.fromkeys(level, "environment"), dict.fromkeys(file.server, "file"), dict.fromkeys(words, "flag"))
+    return Settings(server, tuple(models), {**by[0], **by[1], **by[2]}, tuple(origins))
 
 
 def given(options: argparse.Namespace, config: type[Any]) -> dict[str, Any]:

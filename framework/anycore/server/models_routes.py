@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
+from anycore import ask
 from anycore.capabilities import capabilities as describe
 from anycore.contract.declare import Task
-from anycore.errors import ModelNotFound, Unavailable
+from anycore.errors import BadRequest, ConfigError, ModelNotFound, Unavailable
 from anycore.server.failures import ERRORS
 from anycore.server.state import MAX_NAME, ServedModel, ServerState, state_of
 
@@ -26,20 +27,57 @@ async def list_models(state: State) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, state: State) -> dict[str, Any]:
-    for model in state.models:
-        if name in model.names:
-            return _entry(state, model, name)
-    served = ", ".join(name for model in state.models for name in model.names)
-    raise ModelNotFound(f"there is no model {name[:MAX_NAME]!r} here; served: {served}", param="model")
+    return _entry(state, _named(state, name), name)
 
 
 @router.get("/v1/capabilities")
-async def capabilities(state: State) -> dict[str, Any]:
-    """The support table of every backend found; those without a device, and plugins that failed, with the reason."""
+async def capabilities(
+    state: State,
+    model: str | None = None,
+    task: Task | None = None,
+    backend: str | None = None,
+    chip: str | None = None,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    features: str = "",
+    max_model_len: int | None = None,
+) -> dict[str, Any]:
+    """The support table of every backend found; those without a device, and plugins that failed, with the reason.
+
+    With `model`, one that is served here, also what `anycore check` says about it; the other parameters are its flags.
+    """
     plugins = state.plugins
     if plugins is None:
         raise Unavailable("the plugins are still being loaded", code="model_starting")
-    return await asyncio.to_thread(describe, plugins)
+    report = await asyncio.to_thread(describe, plugins)
+    if model is not None:
+        served = _named(state, model)
+        source, spec = served.source, served.spec
+        assert source is not None  # read with the spec
+        question = ask.Question(
+            model,
+            task=task.value if task else "auto",
+            backend=backend,
+            chip=chip,
+            dtype=dtype,
+            quantization=quantization,
+            features=tuple(name.strip() for name in features.split(",") if name.strip()),
+            max_model_len=max_model_len,
+        )
+        try:
+            found = await asyncio.to_thread(ask.check, question, plugins, ask.Model(source, spec))
+        except ConfigError as error:
+            raise BadRequest(error.message, param=error.param) from error
+        report["check"] = found.as_dict()
+    return report
+
+
+def _named(state: ServerState, name: str) -> ServedModel:
+    for model in state.models:
+        if name in model.names:
+            return model
+    served = ", ".join(name for model in state.models for name in model.names)
+    raise ModelNotFound(f"there is no model {name[:MAX_NAME]!r} here; served: {served}", param="model")
 
 
 def _entry(state: ServerState, model: ServedModel, name: str) -> dict[str, Any]:

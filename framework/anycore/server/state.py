@@ -13,6 +13,7 @@ from fastapi import Request
 from anycore.config import ModelConfig, ServerConfig
 from anycore.contract.declare import Task
 from anycore.engine.defaults import SamplingDefaults, sampling_defaults
+from anycore.engine.tasks import cannot
 from anycore.errors import BadRequest, ModelNotFound, TaskNotSupported, Unavailable
 from anycore.models.source import Source
 from anycore.models.spec import read_spec
@@ -193,5 +194,5 @@ def _wrong_task(state: ServerState, name: str, model: ServedModel, tasks: tuple[
     if flags:
         parts.append(f"or start the server with {' or '.join(flags)}")
     else:
-        parts.append(f"this model can be served (--task) for {', '.join(able)} only")
+        parts.append(f"{cannot(model.spec, *tasks)} (--task chooses)")
     return TaskNotSupported("; ".join(parts), param="model")

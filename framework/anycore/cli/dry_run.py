@@ -1,0 +1,73 @@
+"""What `anycore serve --dry-run` prints: every effective setting, who decided it, and what was adjusted and why."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from anycore.cli.settings import Settings
+from anycore.engine.launch import Prepared, prepare
+from anycore.plugins import Plugins
+
+
+def effective(settings: Settings, plugins: Plugins) -> dict[str, Any]:
+    """Prepare every model as `serve` does, without fetching weights or opening a device; return all as plain data.
+
+    Raises:
+        AnycoreError: one cannot be served, or --strict refuses an adjustment.
+    """
+    models = []
+    for config, origins in zip(settings.models, settings.models_from, strict=True):
+        prepared = prepare(config, plugins, strict=settings.server.strict, weights=False)
+        models.append(model(prepared, origins))
+    return {"server": chosen(settings.server, settings.server_from), "models": models}
+
+
+def model(prepared: Prepared, origins: dict[str, str]) -> dict[str, Any]:
+    """One model: what was decided about it, then the settings that stand as they were given."""
+    decided = {decision.name: msgspec.to_builtins(decision) for decision in prepared.decisions}
+    for name, entry in decided.items():
+        if entry["by"] == "flag":  # the engine cannot tell one from a file
+            entry["by"] = origins.get(name, "flag")
+    given = chosen(prepared.config, origins)
+    return {
+        "model": prepared.config.names[0],
+        "architecture": prepared.spec.architecture,
+        "device": prepared.choice.device.name,
+        "planned": prepared.plan is not None,
+        "settings": [*decided.values(), *(entry for entry in given if entry["name"] not in decided)],
+        "adjusted": prepared.adjustments,
+    }
+
+
+def chosen(config: Any, origins: dict[str, str]) -> list[dict[str, Any]]:
+    """The fields of a configuration that have a value, secrets as ***."""
+    entries = []
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if value in (None, ()):
+            continue
+        shown = "***" if item.metadata["secret"] else value
+        entries.append({"name": item.name, "value": shown, "by": origins.get(item.name, "default"), "why": ""})
+    return entries
+
+
+def text(report: dict[str, Any]) -> list[str]:
+    """The same as lines."""
+    lines = ["server", *(f"  {line(entry)}" for entry in report["server"])]
+    for served in report["models"]:
+        lines += ["", f"model {served['model']}: {served['architecture']} on {served['device']}"]
+        lines += [f"  {line(entry)}" for entry in served["settings"]]
+        if not served["planned"]:
+            lines.append("  the device tells its memory when it is open: lengths and counts are settled then")
+        lines.append("  adjusted:" if served["adjusted"] else "  adjusted: nothing")
+        lines += [f"    - {words}" for words in served["adjusted"]]
+    return lines
+
+
+def line(entry: dict[str, Any]) -> str:
+    value = entry["value"]
+    shown = ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else value
+    return f"{entry['name']} = {shown} ({entry['by']}{': ' + entry['why'] if entry['why'] else ''})"
