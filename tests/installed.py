@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ECHO = ROOT / "plugins" / "anycore-echo"
+ONNX = ROOT / "plugins" / "anycore-onnx"
 REQUEST_LOG = ROOT / "plugins" / "anycore-request-log"
 
 
@@ -32,7 +33,7 @@ def anycore(
     *words: str, path: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line in a new process, with the plugins in `path` on its path."""
-    folders = [str(folder) for folder in (path, ECHO, REQUEST_LOG) if folder is not None]
+    folders = [str(folder) for folder in (path, ECHO, ONNX, REQUEST_LOG) if folder is not None]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ANYCORE_")}
     environment |= {"PYTHONPATH": os.pathsep.join(folders), **(env or {})}
     command = [sys.executable, "-m", "anycore.cli.main", *words]

@@ -119,11 +119,20 @@ def transformers_ids(folder: Path, tokens: list[int]) -> list[int]:
 
 
 def check_embed(backend: str, dtype: str, folder: Path) -> None:
-    """Vectors of length 1, the same alone and in company."""
+    """Vectors of length 1, transformers', and the same alone and in company."""
+    from transformers import AutoModel
+
+    model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32)
     inputs = prompts()
     engine = open_engine(backend, folder, Task.EMBED, dtype)
     together = [vector(deltas) for deltas in run(engine, inputs)]
+    pooling = engine.spec.pooling
+    assert pooling is not None
     for tokens, found in zip(inputs, together, strict=True):
+        rows = model(torch.tensor([tokens])).last_hidden_state[0]
+        pooled = rows[0] if pooling.kind == "cls" else rows.mean(0)
+        off = float(np.abs(torch.nn.functional.normalize(pooled, dim=0).detach().numpy() - found).max())
+        assert off <= SCORE_TOLERANCE[dtype], f"a vector of {len(tokens)} tokens is off by {off:.3g}"
         alone = vector(run(engine, [tokens])[0])
         assert abs(float(np.linalg.norm(alone)) - 1) < 1e-5, f"a vector of length {np.linalg.norm(alone)}"
         moved = float(np.abs(alone - found).max())
