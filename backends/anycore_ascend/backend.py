@@ -13,12 +13,11 @@ from anycore.contract.backend import Backend, Limits, StepFn, StepOutput, WholeS
 from anycore.contract.batch import Batch
 from anycore.contract.graphs import GraphStep, NotCaptured, Replay
 from anycore.errors import PluginError
+from anycore_ascend.costs import GRAPH_SIZES
 from anycore_ascend.memory import AscendMemory
 from anycore_ascend.ops import AscendOps
 
 SET_ENV = "/usr/local/Ascend/ascend-toolkit/set_env.sh (for libatb.so: nnal/atb/set_env.sh)"
-GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Few, since every graph takes streams of the device, and none larger than a block: padding needs slots of its own."""
 
 
 class AscendBackend(Backend):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anycore.contract.declare import BackendSpec, Level, Support, Task
+from anycore.contract.declare import BackendSpec, Device, Level, Support, Task
+from anycore_ascend import costs
 from anycore_ascend.probe import probe
 
 if TYPE_CHECKING:
@@ -52,5 +53,9 @@ SPEC = BackendSpec(
     open=open_device,
     priority=90,
     batched_tokens=4096,
+    known=(Device(0, "910B-64GB", "910B", int(60.9 * 2**30)),),  # as torch_npu tells it
+    runtime=costs.RUNTIME,
+    workspace=costs.workspace,
+    graphs=costs.graphs,
     evidence=Path(__file__).parent / "evidence",
 )

@@ -173,7 +173,9 @@ def packed(rows: slice, lengths: list[int], width: int, causal: bool, window: in
     places = torch.arange(width)
     ends = torch.tensor(lengths)[:, None]
     even = all(length == width for length in lengths)
-    if even or causal:
+    if window is None and not causal:
+        seen = (places < ends)[:, None, None]  # the same for every row
+    elif even or causal:
         seen = visible(places, places, causal, window)  # a causal row never reaches the padding
     else:
         seen = (visible(places, places, False, window) & (places < ends)[:, None])[:, None]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from anycore.contract.declare import BackendSpec, Level, Support, Task
+from anycore_cpu.costs import workspace
 from anycore_cpu.probe import BF16_CHIPS, probe
 
 if TYPE_CHECKING:
@@ -59,5 +60,6 @@ SPEC = BackendSpec(
     open=open_device,
     priority=0,
     copied_dtypes=("bfloat16",),
+    workspace=workspace,
     memory_utilization=0.5,  # the rest of the machine's memory is not ours alone
 )

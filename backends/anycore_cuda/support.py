@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from anycore.contract.declare import BackendSpec, Level, Support, Task
+from anycore.contract.declare import BackendSpec, Device, Level, Support, Task
+from anycore_cuda import costs
 from anycore_cuda.probe import probe
 
 if TYPE_CHECKING:
@@ -17,6 +18,19 @@ CHIPS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm1
 OLD_CHIPS = ("sm50", "sm52", "sm60", "sm61", "sm62", "sm70", "sm72", "sm75")
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64)  # 16 places of one head of 64 bfloat16 elements: 2 KiB runs, little waste
+
+KNOWN = tuple(
+    Device(0, name, chip, int(gib * 2**30))
+    for name, chip, gib in (
+        ("H200", "sm90", 139.8),
+        ("H100", "sm90", 79.1),
+        ("A100-80GB", "sm80", 79.1),
+        ("A100-40GB", "sm80", 39.3),
+        ("L40S", "sm89", 44.4),
+        ("4090", "sm89", 23.5),
+    )
+)
+"""Memory as CUDA tells it, which is a little less than what is printed on the box."""
 
 TOO_OLD = "the kernels need compute capability 8.0 (Ampere) or newer"
 
@@ -61,5 +75,9 @@ SPEC = BackendSpec(
     open=open_device,
     priority=100,
     batched_tokens=8192,
+    known=KNOWN,
+    runtime=costs.RUNTIME,
+    workspace=costs.workspace,
+    graphs=costs.graphs,
     evidence=Path(__file__).parent / "evidence",
 )

@@ -11,7 +11,7 @@ from engines import LOADED, engine
 from anycore.config import ModelConfig
 from anycore.contract.declare import Task
 from anycore.engine.launch import prepare
-from anycore.engine.memory import MARGIN, Room, Wish, plan, size
+from anycore.engine.memory import Room, Wish, plan, size
 from anycore.engine.settle import wish_of
 from anycore.errors import ConfigError, DoesNotFit
 from anycore.models.spec import ModelSpec
@@ -119,7 +119,7 @@ def test_a_tied_head_that_is_packed_counts_twice() -> None:
 
 def test_terms_add_up() -> None:
     made = plan(QWEN, WISH, Room("fake", 24 * GIB, 24 * GIB))
-    assert made.used == made.weights + made.activations + made.logits + made.kv + MARGIN
+    assert made.used == sum(made.terms.values()) == made.weights + made.working.total + made.kv
     assert made.used <= made.budget
 
 

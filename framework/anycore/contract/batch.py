@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -117,6 +118,12 @@ class Penalties:
     repetition: Tensor  # [K] float32, for ids in prompt or output; 1 means off
     presence: Tensor  # [K] float32; 0 means off
     frequency: Tensor  # [K] float32; 0 means off
+
+    def parts(self, size: int) -> Iterator[Penalties]:
+        """The same, `size` rows at a time."""
+        names = ("rows", "places", "repetition", "presence", "frequency")
+        for columns in zip(*(getattr(self, name).split(size) for name in names), strict=True):
+            yield replace(self, **dict(zip(names, columns, strict=True)))
 
 
 @dataclass

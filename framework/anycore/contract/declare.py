@@ -12,13 +12,17 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from anycore.contract.costs import StepShape, reference_workspace
 from anycore.errors import Unsupported
 
 if TYPE_CHECKING:
     from anycore.contract.backend import Backend
 
-CONTRACT_VERSION = (1, 0)
-"""(major, minor) of the contract. A plugin runs if its major is ours and its minor is not newer than ours."""
+CONTRACT_VERSION = (1, 1)
+"""(major, minor) of the contract. A plugin runs if its major is ours and its minor is not newer than ours.
+
+1.0 is the first. 1.1 added `Backend.load_model`: backends that run whole models.
+"""
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dense weight formats and their bytes per element."""
@@ -118,6 +122,10 @@ class BackendSpec:
     batched_tokens: int | None = None  # default rows of a step; None leaves it to the engine
     evidence: Path | None = None  # folder of reports that `anycore conformance` wrote on devices
     copied_dtypes: tuple[str, ...] = ()  # weights that Ops.pack copies; a tied head then exists twice
+    known: tuple[Device, ...] = ()  # devices that plans may be made for where there is none, by their name
+    runtime: int = 0  # bytes that an open device takes before anything is loaded: its context, its libraries
+    workspace: Callable[[StepShape], int] = reference_workspace  # bytes its operations take beside their results
+    graphs: Callable[[StepShape], int] | None = None  # bytes of captured steps; None: it captures none
     distribution: str = ""  # filled in by the plugin manager: "name version" it came from
 
 

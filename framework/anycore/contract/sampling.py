@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from anycore.contract.batch import IN_PROMPT, Penalties, Samples, Sampling
+from anycore.contract.costs import SAMPLED_ROWS
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them only overflows."""
-
-DRAWN_ROWS = 64
-"""Rows that are filtered and drawn at a time: sorting makes several [rows, V] temporaries."""
 
 
 def sample(logits: Tensor, params: Sampling) -> Samples:
@@ -44,7 +42,8 @@ def row_is_finite(logits: Tensor) -> Tensor:
 def adjust(logits: Tensor, params: Sampling) -> None:
     """Apply penalties, bias and bans in place."""
     if params.penalties is not None:
-        logits[params.penalties.rows] = penalised(logits[params.penalties.rows], params.penalties)
+        for part in params.penalties.parts(SAMPLED_ROWS):
+            logits[part.rows] = penalised(logits[part.rows], part)
     if params.bias is not None:
         rows, ids, values = params.bias
         logits.index_put_((rows, ids), values, accumulate=True)
@@ -68,8 +67,8 @@ def penalised(logits: Tensor, p: Penalties) -> Tensor:
 def draw(logits: Tensor, params: Sampling) -> Tensor:
     """[R, V] → [R]: inverse of the cumulative distribution at `uniforms`, or the maximum where greedy."""
     parts = []
-    for start in range(0, len(logits), DRAWN_ROWS):
-        rows = slice(start, start + DRAWN_ROWS)
+    for start in range(0, len(logits), SAMPLED_ROWS):
+        rows = slice(start, start + SAMPLED_ROWS)
         filters = [None if x is None else x[rows] for x in (params.top_k, params.top_p, params.min_p)]
         parts.append(_draw(logits[rows], params.temperature[rows], params.uniforms[rows], *filters))
     return torch.cat(parts)
@@ -126,7 +125,7 @@ def report(
     `normaliser` [R] is the logarithm of each row's sum of exponents, where it is known.
     """
     if normaliser is None:
-        normaliser = raw.logsumexp(-1)
+        normaliser = torch.cat([part.logsumexp(-1) for part in raw.split(SAMPLED_ROWS)])
     chosen = raw.gather(1, ids[:, None])
     ranks = (raw > chosen).sum(-1) + 1
     logprobs = chosen[:, 0] - normaliser

@@ -5,10 +5,13 @@ The same function predicts before anything is loaded and sizes the pool of the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 
+from anycore.contract.costs import StepShape, activation_bytes, logits_bytes, reference_workspace
 from anycore.contract.declare import DTYPES
 from anycore.contract.sizes import KVSpec, Limits
+from anycore.engine.tasks import check_length
 from anycore.errors import ConfigError, DoesNotFit
 from anycore.models.spec import ModelSpec
 
@@ -19,12 +22,6 @@ MARGIN = 64 * 2**20
 
 FREE_SHARE = 0.9
 """Part of the free memory that a default share may take where less is free than the share."""
-
-SAMPLED_ROWS = 64
-"""Rows that `contract.sampling` filters at a time; its [rows, V] temporaries are counted for so many."""
-
-SAMPLING_BYTES = 48
-"""Bytes per logit while a row is filtered and drawn: float32 and int64 copies, a sort, float64 probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +49,26 @@ class Wish:
     max_num_batched_tokens: int | None = None
     batched_tokens: int | None = None  # the backend's default for it
     kv_cache_memory: int | None = None
+    reference: bool = False  # served by a reference row of the table
+    runtime: int = 0  # the backend's terms: see BackendSpec
+    workspace: Callable[[StepShape], int] = reference_workspace
+    graphs: Callable[[StepShape], int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    """What is not weights and not cache, in the order of the report."""
+
+    activations: int  # the widest moment of one step of max_num_batched_tokens rows
+    logits: int  # of max_num_seqs rows, and sampling
+    workspace: int  # what operations keep beside their results
+    graphs: int  # captured steps
+    runtime: int  # the open device itself
+    margin: int = MARGIN
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.logits + self.workspace + self.graphs + self.runtime + self.margin
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +77,7 @@ class MemoryPlan:
 
     budget: int  # this process's share of the device
     weights: int
-    activations: int  # the widest moment of one step of max_num_batched_tokens rows
-    logits: int
+    working: Working
     kv: int  # all blocks, the scratch block included
     block_bytes: int
     kv_token_bytes: int
@@ -69,17 +85,19 @@ class MemoryPlan:
 
     @property
     def used(self) -> int:
-        return self.weights + self.activations + self.logits + self.kv + MARGIN
+        return self.weights + self.working.total + self.kv
+
+    @property
+    def terms(self) -> dict[str, int]:
+        """What `used` is the sum of."""
+        return {"weights": self.weights, "kv_cache": self.kv, **asdict(self.working)}
 
     def as_dict(self) -> dict[str, int]:
         """The terms for tables and JSON."""
         return {
             "budget": self.budget,
-            "weights": self.weights,
-            "activations": self.activations,
-            "logits": self.logits,
-            "kv_cache": self.kv,
-            "margin": MARGIN,
+            **self.terms,
+            "used": self.used,
             "kv_bytes_per_token": self.kv_token_bytes,
             "kv_blocks": self.limits.blocks,
         }
@@ -93,67 +111,123 @@ def plan(spec: ModelSpec, wish: Wish, room: Room, block_bytes: int | None = None
         ConfigError: settings that contradict one another, whatever the memory.
     """
     longest = wish.max_model_len or wish.own_length or spec.max_positions
-    if longest > spec.max_positions:
-        raise ConfigError(
-            f"--max-model-len {longest} is more than the {spec.max_positions} positions this model was made for",
-            param="max_model_len",
-        )
+    check_length(longest, spec)
     rows = _batched_tokens(wish, longest)
     seqs = _seqs(wish, rows)
-    budget = _budget(wish, room)
-    weights = spec.weight_bytes(wish.dtype) + (_head_bytes(spec, wish.dtype) if wish.head_copied else 0)
-    working = activation_bytes(spec, wish.dtype, rows), logits_bytes(spec, seqs)
+    weights = weight_bytes(spec, wish)
     if not wish.paged:
+        budget = _budget(wish, room)
+        working = working_bytes(spec, wish, Limits(seqs, rows, longest, 0, 0))
         _check_fixed(weights, working, budget, room)
-        limits = Limits(seqs, rows, longest, 0, 0)
-        return MemoryPlan(budget, weights, *working, kv=0, block_bytes=0, kv_token_bytes=0, limits=limits)
+        return MemoryPlan(budget, weights, working, 0, 0, 0, Limits(seqs, rows, longest, 0, 0))
 
     kv = spec.kv(wish.block_size, wish.dtype)
     block = block_bytes or kv.bytes_per_token * wish.block_size
-    if wish.kv_cache_memory is not None:
-        blocks = wish.kv_cache_memory // block
-        have = wish.kv_cache_memory
-    else:
-        _check_fixed(weights, working, budget, room)
-        have = budget - weights - sum(working) - MARGIN - block  # one block of scratch
-        blocks = max(0, have) // block
-    longest = _length(wish, kv, longest, blocks, have, room)
+    limits = Limits(seqs, max(rows, seqs), longest, wish.block_size, 0)
+    pool = _Pool(spec, wish, weights, block, wish.kv_cache_memory or _budget(wish, room), limits)
     if wish.kv_cache_memory is None:
-        blocks = min(blocks, seqs * -(-longest // wish.block_size))  # more could never be used
-    limits = Limits(seqs, max(rows, seqs), longest, wish.block_size, blocks + 1)
-    result = MemoryPlan(budget, weights, *working, (blocks + 1) * block, block, kv.bytes_per_token, limits)
-    if wish.kv_cache_memory is not None and room.free is not None and result.used > room.free:
-        raise DoesNotFit(
-            f"{size(result.used)} are needed ({size(weights)} weights, {size(result.kv)} KV cache, "
-            f"{size(sum(working) + MARGIN)} working memory), {room.device} has {size(room.free)} free: "
-            f"lower --kv-cache-memory to at most {size(max(0, wish.kv_cache_memory + room.free - result.used))}",
-            param="kv_cache_memory",
-        )
+        _check_fixed(weights, pool.working(wish.block_size, 1), pool.have, room)
+    fits = pool.longest()
+    if fits < longest and (wish.max_model_len is not None or fits < wish.block_size):
+        raise _too_long(pool, kv, longest, fits, room)
+    longest = min(longest, fits)
+    blocks = pool.blocks(longest)
+    result = pool.plan(longest, blocks)
+    if wish.kv_cache_memory is not None:
+        _check_given(result, wish, room)
     return result
 
 
-def activation_bytes(spec: ModelSpec, dtype: str, rows: int) -> int:
-    """The widest moment of a step of `rows` rows: residual and normed input beside either q, k, v and the attention
-    output or the MLP's halves and their product, and two float32 copies of a row inside a norm.
-    """
-    element = DTYPES[dtype]
-    attention = (spec.heads + 2 * spec.kv_heads + spec.heads) * spec.head_dim
-    mlp = 3 * spec.intermediate_size
-    return rows * (element * (2 * spec.hidden_size + max(attention, mlp)) + 8 * spec.hidden_size)
+def weight_bytes(spec: ModelSpec, wish: Wish) -> int:
+    """Bytes of the weights; a head that is tied to the embedding table and packed exists twice."""
+    twice = wish.head_copied and spec.tied and spec.head == "lm"
+    return spec.weight_bytes(wish.dtype) + (spec.vocab_size * spec.hidden_size * DTYPES[wish.dtype] if twice else 0)
 
 
-def logits_bytes(spec: ModelSpec, seqs: int) -> int:
-    """Logits of one row a sequence in float32, what penalties count of each, and the temporaries of sampling; nothing
-    where no head is loaded.
-    """
-    if spec.head != "lm":
-        return 0
-    return spec.vocab_size * (8 * seqs + SAMPLING_BYTES * min(seqs, SAMPLED_ROWS))
+def working_bytes(spec: ModelSpec, wish: Wish, limits: Limits) -> Working:
+    """What an engine of these limits needs beside weights and cache."""
+    shape = step_shape(spec, wish, limits)
+    graphs = wish.graphs(shape) if wish.graphs is not None else 0
+    return Working(activation_bytes(shape), logits_bytes(shape), wish.workspace(shape), graphs, wish.runtime)
 
 
-def _head_bytes(spec: ModelSpec, dtype: str) -> int:
-    """A second copy of the embedding table, where the head is tied to it."""
-    return spec.vocab_size * spec.hidden_size * DTYPES[dtype] if spec.tied and spec.head == "lm" else 0
+def step_shape(spec: ModelSpec, wish: Wish, limits: Limits) -> StepShape:
+    return StepShape(
+        rows=limits.max_num_batched_tokens,
+        seqs=limits.max_num_seqs,
+        longest=limits.max_model_len,
+        kept=limits.blocks * limits.block_size,
+        block_size=limits.block_size,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        hidden=spec.hidden_size,
+        intermediate=spec.intermediate_size,
+        vocab=spec.vocab_size if spec.head == "lm" else 0,
+        element=DTYPES[wish.dtype],
+        gated=spec.family == "decoder",
+        windowed=any(spec.windows),
+        softcap=spec.softcap is not None,
+        reference=wish.reference,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """The search for a cache: a longer sequence and more blocks both need working memory of their own."""
+
+    spec: ModelSpec
+    wish: Wish
+    weights: int
+    block: int  # bytes
+    have: int  # bytes: the budget, or the cache alone where --kv-cache-memory gives it
+    limits: Limits  # without blocks, and with the longest sequence that is wished for
+
+    def working(self, longest: int, blocks: int) -> Working:
+        limits = replace(self.limits, max_model_len=longest, blocks=blocks)
+        return working_bytes(self.spec, self.wish, limits)
+
+    def room(self, longest: int) -> int:
+        """Most blocks, the scratch block not counted, that there is memory for beside sequences so long."""
+        if self.wish.kv_cache_memory is not None:
+            return self.have // self.block
+        most = max(0, self.have - self.weights) // self.block
+
+        def fits(blocks: int) -> bool:
+            need = self.weights + self.working(longest, blocks + 1).total + (blocks + 1) * self.block
+            return need <= self.have
+
+        return _largest(most, fits)
+
+    def longest(self) -> int:
+        """The longest sequence that the blocks hold which are left beside it."""
+        size, wished = self.wish.block_size, self.limits.max_model_len
+        if self.room(wished) * size >= wished:
+            return wished
+        return size * _largest(wished // size, lambda blocks: self.room(blocks * size) >= blocks)
+
+    def blocks(self, longest: int) -> int:
+        """Of these more could never be used."""
+        useful = self.limits.max_num_seqs * -(-longest // self.wish.block_size)
+        room = self.room(longest)
+        return room if self.wish.kv_cache_memory is not None else min(room, useful)
+
+    def plan(self, longest: int, blocks: int) -> MemoryPlan:
+        limits = replace(self.limits, max_model_len=longest, blocks=blocks + 1)
+        token = self.spec.kv(self.wish.block_size, self.wish.dtype).bytes_per_token
+        kv = (blocks + 1) * self.block
+        working = self.working(longest, blocks + 1)
+        budget = self.have if self.wish.kv_cache_memory is None else self.weights + working.total + kv
+        return MemoryPlan(budget, self.weights, working, kv, self.block, token, limits)
+
+
+def _largest(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to `most` that fits, 0 if none does; what fits is smaller than what does not."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def size(count: int) -> str:
@@ -196,10 +270,10 @@ def _budget(wish: Wish, room: Room) -> int:
     A share that nobody asked for gives way to what is free.
     """
     budget = int(room.total * wish.utilization)
-    if wish.kv_cache_memory is not None or room.free is None or budget <= room.free:
+    if room.free is None or budget <= room.free + wish.runtime:  # what the open device takes is ours already
         return budget
     if not wish.utilization_asked:
-        return int(room.free * FREE_SHARE)
+        return int(room.free * FREE_SHARE) + wish.runtime
     raise DoesNotFit(
         f"--memory-utilization {wish.utilization:g} of {size(room.total)} is {size(budget)}, "
         f"but only {size(room.free)} of {room.device} memory are free: "
@@ -208,28 +282,44 @@ def _budget(wish: Wish, room: Room) -> int:
     )
 
 
-def _check_fixed(weights: int, working: tuple[int, int], budget: int, room: Room) -> None:
-    need = weights + sum(working) + MARGIN
+def _check_fixed(weights: int, working: Working, budget: int, room: Room) -> None:
+    need = weights + working.total
     if need > budget:
         raise DoesNotFit(
-            f"{size(need)} are needed before any KV cache ({size(weights)} weights, {size(sum(working))} working "
-            f"memory, {size(MARGIN)} margin), {size(budget)} of {room.device} memory are allowed: raise "
-            "--memory-utilization, or lower --max-num-batched-tokens or --max-num-seqs",
+            f"{size(need)} are needed before any KV cache ({size(weights)} weights, "
+            f"{size(working.total - working.margin)} working memory, {size(working.margin)} margin), {size(budget)} of "
+            f"{room.device} memory are allowed: raise --memory-utilization, or lower --max-num-batched-tokens or "
+            "--max-num-seqs",
             param="memory_utilization",
         )
 
 
-def _length(wish: Wish, kv: KVSpec, longest: int, blocks: int, have: int, room: Room) -> int:
-    """The longest sequence that the blocks hold; refused if the user asked for more."""
-    fits = blocks * kv.block_size
-    if longest <= fits:
-        return longest
-    if wish.max_model_len is None and fits >= kv.block_size:
-        return fits
-    need = longest * kv.bytes_per_token
-    raise DoesNotFit(
-        f"one sequence of {longest} tokens needs {size(need)} of KV cache ({kv.bytes_per_token} bytes a token), "
-        f"{size(max(0, have))} are there on {room.device}: the feasible maximum is --max-model-len {fits} "
-        f"({blocks} blocks of {kv.block_size}); or raise --memory-utilization or --kv-cache-memory",
+def _check_given(made: MemoryPlan, wish: Wish, room: Room) -> None:
+    """A cache whose size the user gave is held against the device, not against a share of it."""
+    assert wish.kv_cache_memory is not None
+    have = room.total if room.free is None else room.free + wish.runtime
+    if made.used > have:
+        raise DoesNotFit(
+            f"{size(made.used)} are needed ({size(made.weights)} weights, {size(made.kv)} KV cache, "
+            f"{size(made.working.total)} working memory), {room.device} has {size(have)} "
+            f"{'in all' if room.free is None else 'free'}: "
+            f"lower --kv-cache-memory to at most {size(max(0, wish.kv_cache_memory + have - made.used))}",
+            param="kv_cache_memory",
+        )
+
+
+def _too_long(pool: _Pool, kv: KVSpec, longest: int, fits: int, room: Room) -> DoesNotFit:
+    return DoesNotFit(
+        f"one sequence of {longest} tokens needs {size(longest * kv.bytes_per_token)} of KV cache "
+        f"({kv.bytes_per_token} bytes a token), {size(_left(pool, longest))} are there on {room.device}: "
+        f"the feasible maximum is --max-model-len {fits} ({fits // kv.block_size} blocks of {kv.block_size}); "
+        "or raise --memory-utilization or --kv-cache-memory",
         param="max_model_len",
     )
+
+
+def _left(pool: _Pool, longest: int) -> int:
+    """Bytes for a cache beside sequences of this length."""
+    if pool.wish.kv_cache_memory is not None:
+        return pool.have
+    return max(0, pool.have - pool.weights - pool.working(longest, 1).total - pool.block)

@@ -110,6 +110,7 @@ class Runner:
             leaving += _tensors(output.samples)
         if wanted.pooled:
             leaving.append(self._pooled(output.rows, batch))
+        batch.plan = None  # a plan knows its batch: the circle would keep masks and workspaces until it is looked for
         self._before = wanted
         self.builder.remember(wanted.sampled, output.samples)
         return Launched(step, wanted, output, self.backend.memory.download(leaving))

@@ -6,11 +6,10 @@ from dataclasses import dataclass, fields
 
 from anycore.choose import Choice
 from anycore.config import ModelConfig, default_of
-from anycore.contract.declare import Task
+from anycore.contract.declare import Level, Task
 from anycore.engine.memory import MemoryPlan, Wish
 from anycore.engine.tasks import is_paged
 from anycore.models.spec import ModelSpec
-
 
 POOLED = 2
 """Embed and rerank take so many times a backend's rows a step: no request waits for its next token meanwhile."""
@@ -51,6 +50,10 @@ def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, choice: Choice) ->
         max_num_batched_tokens=config.max_num_batched_tokens,
         batched_tokens=backend.batched_tokens and backend.batched_tokens * (1 if task is Task.GENERATE else POOLED),
         kv_cache_memory=config.kv_cache_memory,
+        reference=support.level is Level.REFERENCE,
+        runtime=backend.runtime,
+        workspace=backend.workspace,
+        graphs=backend.graphs,
     )
 
 
