@@ -55,8 +55,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("machine", "index"),
-    [(A2, 0), (replace(A3, devices=2), 1), (replace(A2, soc="Ascend910B4", cann="8.5.0", memory_mib=128), 0)],
-    ids=["910B3", "910C-second-of-two", "910B4-cann-8.5-128MiB"],
+    [(A2, 0), (replace(A3, devices=2), 1), (replace(A2, soc="Ascend910B4", cann="8.5.0", memory_mib=1792), 0)],
+    ids=["910B3", "910C-second-of-two", "910B4-cann-8.5-1792MiB"],
 )
 def test_generates_on_other_machines(model: Path, tmp_path: Path, machine: Machine, index: int) -> None:
     done = python(EMBED, str(model), str(index), env=machine.write(tmp_path / "machine", LIBRARIES))

@@ -30,7 +30,7 @@ class Machine:
     devices: int = 1
     soc: str = "Ascend910B3"
     named: str = "910B3"
-    memory_mib: int = 512
+    memory_mib: int = 2048
     cann: str = "9.1.0"
     driver: str = "25.5.1"
     graphs: bool = True
