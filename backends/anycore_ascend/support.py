@@ -47,7 +47,7 @@ def open_device(index: int) -> Backend:
 
 SPEC = BackendSpec(
     name="ascend",
-    api=(1, 0),
+    api=(1, 1),
     support=SUPPORT,
     probe=probe,
     open=open_device,

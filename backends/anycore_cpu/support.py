@@ -54,7 +54,7 @@ def open_device(index: int) -> Backend:
 
 SPEC = BackendSpec(
     name="cpu",
-    api=(1, 0),
+    api=(1, 1),
     support=(*rows(CAUSAL), *rows(BIDIRECTIONAL)),
     probe=probe,
     open=open_device,

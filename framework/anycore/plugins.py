@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from anycore import hookspecs
-from anycore.contract.declare import CONTRACT_VERSION, BackendSpec
+from anycore import __version__, hookspecs
+from anycore.contract.declare import CONTRACT_VERSION, BackendSpec, Device, Probe, Support
 from anycore.errors import ConfigError, PluginError
 from anycore.guard import describe, guarded, safe_probe, sentence
 
@@ -148,8 +148,8 @@ def _check(spec: BackendSpec, known: Mapping[str, BackendSpec], origin: str) -> 
     ours, theirs = CONTRACT_VERSION, spec.api
     if theirs[0] != ours[0] or theirs[1] > ours[1]:
         return failure(
-            f"needs contract {theirs[0]}.{theirs[1]}, this is {ours[0]}.{ours[1]}",
-            f"Install a version of {package} for contract {ours[0]}.{ours[1]}"
+            f"needs contract {_version(theirs)}, this is {_version(ours)}",
+            f"Install a version of {package} for contract {_version(ours)}"
             + (", or upgrade anycore." if theirs > ours else "."),
         )
     if spec.name in known:
@@ -193,9 +193,27 @@ def _normal(name: str) -> str:
 
 
 def _load_advice(error: Exception, origin: str) -> str:
+    package = origin.split()[0]
     if isinstance(error, TimeoutError):
         return "Raise ANYCORE_PLUGIN_SECONDS if it is only slow, or leave it out with ANYCORE_PLUGINS."
-    return f"Repair or upgrade {origin.split()[0]}, or leave it out with ANYCORE_PLUGINS."
+    if _asks_for_more(error):
+        return (
+            f"anycore {__version__} has contract {_version(CONTRACT_VERSION)}, which has no such thing: "
+            f"upgrade anycore, or install a version of {package} for this contract."
+        )
+    return f"Repair or upgrade {package}, or leave it out with ANYCORE_PLUGINS."
+
+
+def _asks_for_more(error: Exception) -> bool:
+    """Whether a plugin asked for a name or a field that the contract does not have: most often it is too new."""
+    if isinstance(error, ImportError):
+        return (error.name or "").split(".")[0] == HOUSE
+    named = str(error).split(".")[0] in [kind.__name__ for kind in (BackendSpec, Device, Probe, Support)]
+    return isinstance(error, TypeError) and named and "unexpected keyword argument" in str(error)
+
+
+def _version(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def _seconds(environ: Mapping[str, str]) -> float:

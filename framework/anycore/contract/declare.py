@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 CONTRACT_VERSION = (1, 1)
 """(major, minor) of the contract. A plugin runs if its major is ours and its minor is not newer than ours.
 
-1.0 is the first. 1.1 added `Backend.load_model`: backends that run whole models.
+1.0 is the first. 1.1 added `Backend.load_model`, for backends that run whole models; quantised weights in `Ops.pack`;
+`Memory.held`, and what plans and evidence need of a `BackendSpec`: `known`, `runtime`, `workspace`, `graphs` and
+`evidence`.
 """
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -92,6 +94,7 @@ class Device:
     name: str
     chip: str
     memory: int | None = None
+    uid: str = ""  # its own name on this machine, in whatever order devices are counted; "": backend and index are it
 
 
 @dataclass(frozen=True, slots=True)

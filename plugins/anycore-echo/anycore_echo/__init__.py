@@ -26,7 +26,7 @@ class Script:
 
     name: str = "echo"
     priority: int = -100  # below the CPU: never taken by --backend auto
-    api: tuple[int, int] = (1, 0)
+    api: tuple[int, int] = (1, 1)
     devices: int = 1
     chip: str = "echo1"
     built_for: tuple[str, ...] = ()  # chips that there are kernels for; (): all
