@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import resource
 import sys
@@ -27,6 +28,18 @@ class CpuMemory(Memory):
 
     def free(self) -> int:
         return memory_free()
+
+    def held(self) -> int:
+        """The storages of all tensors there are, each counted once: torch counts nothing on the CPU itself."""
+        sizes: dict[int, int] = {}
+        for found in gc.get_objects():
+            if type(found) is Tensor and found.device.type == "cpu":
+                if found.is_mkldnn:  # opaque, and nobody else's
+                    sizes[id(found)] = found.numel() * found.element_size()
+                else:
+                    storage = found.untyped_storage()
+                    sizes[storage.data_ptr()] = storage.nbytes()
+        return sum(sizes.values())
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:

@@ -31,6 +31,9 @@ class CudaMemory(Memory):
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(torch.cuda.mem_get_info(self.device)[0]) + cached
 
+    def held(self) -> int:
+        return int(torch.cuda.memory_allocated(self.device))
+
     @contextmanager
     def peak(self) -> Iterator[Peak]:
         peak = Peak()

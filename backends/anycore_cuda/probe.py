@@ -37,7 +37,7 @@ def probe() -> Probe:
         count = pynvml.nvmlDeviceGetCount()
         boards = list(all_boards(pynvml, count))
         chosen = visible(boards, os.environ)
-        devices = tuple(Device(index, *board[1:]) for index, board in enumerate(chosen))
+        devices = tuple(Device(index, *board[1:], uid=board[0]) for index, board in enumerate(chosen))
     except Exception as error:
         return Probe(reason=f"NVML: {error}", advice="See what nvidia-smi says.", versions=versions)
     finally:

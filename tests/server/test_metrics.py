@@ -53,7 +53,7 @@ def test_o14_names_types_and_labels_are_a_contract(live: Live) -> None:
     start = live.get("/metrics")
     assert start.headers["content-type"].startswith("text/plain; version=")
     assert families(start.text) == sorted(contract)
-    counted = {k: v for k, v in values(start.text).items() if "config_info" not in k}
+    counted = {k: v for k, v in values(start.text).items() if "config_info" not in k and "memory" not in k}
     assert counted
     assert all(v == 0 for v in counted.values())
 
@@ -105,3 +105,14 @@ def test_o14_rejections_are_counted(t_lm: Path) -> None:
         assert refused.status_code == 429
         assert refused.headers["retry-after"]
         assert value(live.get("/metrics").text, "anycore:admission_rejections_total", "lm", reason="queue_full") == 1
+
+
+def test_the_memory_plan_is_served_beside_what_was_found(live: Live) -> None:
+    found = values(live.get("/metrics").text)
+    card = live.get("/v1/models/lm").json()
+    for term in ("weights", "kv_cache"):
+        labels = sorted({"model_name": "lm", "task": "generate", "backend": "cpu", "term": term}.items())
+        planned, measured = (found[f"anycore:{name}_bytes{labels}"] for name in ("memory", "memory_measured"))
+        assert planned == card["memory"][term] > 0
+        assert measured == card["memory_measured"][term]
+        assert abs(measured / planned - 1) < 0.03

@@ -55,6 +55,10 @@ class Memory:
         """Bytes that can be allocated now, with what other processes hold already taken off."""
         raise NotImplementedError
 
+    def held(self) -> int | None:
+        """Bytes that this process's tensors hold on the device now. The default knows nothing: None."""
+        return None
+
     @contextmanager
     def peak(self) -> Iterator[Peak]:
         """Measure the highest use inside the block. The default knows nothing and reports 0."""

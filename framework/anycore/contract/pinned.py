@@ -32,6 +32,9 @@ class PinnedMemory(Memory):
         cached = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
         return int(self.module.mem_get_info(self.device)[0] + cached)
 
+    def held(self) -> int:
+        return int(self.module.memory_allocated(self.device))
+
     @contextmanager
     def peak(self) -> Iterator[Peak]:
         peak = Peak()

@@ -125,7 +125,7 @@ def report(
     `normaliser` [R] is the logarithm of each row's sum of exponents, where it is known.
     """
     if normaliser is None:
-        normaliser = torch.cat([part.logsumexp(-1) for part in raw.split(SAMPLED_ROWS)])
+        normaliser = torch.cat([part.logsumexp(-1) for part in torch.split(raw, SAMPLED_ROWS)])
     chosen = raw.gather(1, ids[:, None])
     ranks = (raw > chosen).sum(-1) + 1
     logprobs = chosen[:, 0] - normaliser

@@ -17,6 +17,8 @@ from anycore import evidence
 from anycore.choose import Choice, NeedFor, choose, fall_back, open_backend
 from anycore.config import ModelConfig
 from anycore.contract.declare import DTYPES, Device, Level, Need, Task, describe, find
+from anycore.engine.leases import Lease
+from anycore.engine.measure import Meter, report
 from anycore.engine.memory import MemoryPlan, Room, Wish, plan
 from anycore.engine.settle import Decision, settle, wish_of
 from anycore.engine.tasks import cannot, is_paged
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from anycore.contract.backend import Backend
     from anycore.contract.selfcheck import Shape
     from anycore.engine.engine import Engine
+    from anycore.engine.runner import Model
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +104,15 @@ def prepare(
     """
     source = locate(config.model, revision=config.revision, weights=weights, progress=progress)
     whole = read_spec(source, plugins.architectures(), config.pooling)
+    return fit(config, plugins, source, whole, strict=strict)
+
+
+def fit(config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec, *, strict: bool = False) -> Prepared:
+    """`prepare` for a model that has been read.
+
+    Raises:
+        ConfigError, Unsupported, PluginError, DoesNotFit: each says what to change.
+    """
     task = task_of(config, whole)
     spec = whole.for_task(task)
     needs = needs_of(config, source, spec, task)
@@ -108,7 +120,7 @@ def prepare(
     wish = wish_of(config, spec, task, choice)
     prepared = Prepared(config, source, spec, task, whole.tasks, choice, wish, None, (), strict, plugins)
     total = choice.device.memory
-    return prepared if total is None else _planned(prepared, Room(choice.spec.name, total))
+    return prepared if total is None else _settled(prepared, plan(spec, wish, Room(choice.spec.name, total)))
 
 
 def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
@@ -123,10 +135,6 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     import torch
 
     from anycore.contract.selfcheck import self_check
-    from anycore.engine.blocks import BlockPool
-    from anycore.engine.engine import Engine
-    from anycore.engine.runner import Runner
-    from anycore.engine.scheduler import Scheduler
     from anycore.engine.warmup import warm_up
     from anycore.models.loader import load
 
@@ -135,22 +143,55 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     if prepared.config.threads:
         torch.set_num_threads(prepared.config.threads)
     backend, prepared = _open(prepared)
-    config, spec, wish = prepared.config, prepared.spec, prepared.wish
+    spec, wish = prepared.spec, prepared.wish
     kv_spec = spec.kv(wish.block_size, wish.dtype) if wish.paged else None
     if backend.self_check:
         self_check(backend, _shape(prepared))
-    room = Room(backend.name, backend.memory.total(), backend.memory.free())
-    prepared = _planned(prepared, room, backend.memory.block_bytes(kv_spec) if kv_spec else None)
-    assert prepared.plan is not None
-    for decision in prepared.decisions:
-        log.log(logging.WARNING if decision.guessed or decision.adjusted else logging.INFO, "%s", decision)
+    block_bytes = backend.memory.block_bytes(kv_spec) if kv_spec else None
 
-    tell("load", 0.0)
-    limits = prepared.plan.limits
-    model = load(prepared.source, spec, backend, wish.dtype, progress)
-    kv = backend.memory.allocate_kv(kv_spec, limits.blocks) if kv_spec else None
-    pool = BlockPool(limits.blocks, wish.block_size, config.enable_prefix_caching) if kv_spec else None
-    engine = Engine(
+    def divide(reserved: int) -> MemoryPlan:
+        room = Room(backend.name, backend.memory.total(), max(0, backend.memory.free() - reserved))
+        return plan(spec, wish, room, block_bytes)
+
+    meter = Meter(backend.memory)
+    with Lease(f"{backend.name}-{prepared.choice.device.uid or prepared.choice.device.index}") as lease:
+        draft = lease.take(divide, wish.runtime, lambda why: tell(why, 0.0))
+        prepared = _settled(prepared, draft)
+        for decision in prepared.decisions:
+            log.log(logging.WARNING if decision.guessed or decision.adjusted else logging.INFO, "%s", decision)
+
+        tell("load", 0.0)
+        with meter.term("weights"):
+            model = load(prepared.source, spec, backend, wish.dtype, progress)
+        lease.keep(draft.used - wish.runtime - draft.weights)
+        with meter.term("kv_cache"):
+            kv = backend.memory.allocate_kv(kv_spec, draft.limits.blocks) if kv_spec else None
+        lease.keep(draft.working.total - wish.runtime)
+        engine = _engine(prepared, backend, model, kv)
+        tell("warm up", 0.0)
+        with meter.working():
+            warm_up(engine)
+    engine.card["memory_measured"] = meter.found
+    for line in report(draft, meter.found):
+        log.info("%s", line)
+    gc.freeze()  # what is alive now stays: looking through it again and again would hold up steps
+    gc.set_threshold(YOUNG_OBJECTS)
+    tell("ready", 1.0)
+    return engine
+
+
+def _engine(prepared: Prepared, backend: Backend, model: Model, kv: list[Any] | None) -> Engine:
+    """Put together what is loaded and allocated."""
+    from anycore.engine.blocks import BlockPool
+    from anycore.engine.engine import Engine
+    from anycore.engine.runner import Runner
+    from anycore.engine.scheduler import Scheduler
+
+    assert prepared.plan is not None
+    config, limits = prepared.config, prepared.plan.limits
+    paged = limits.blocks > 0
+    pool = BlockPool(limits.blocks, limits.block_size, config.enable_prefix_caching) if paged else None
+    return Engine(
         Runner(model, backend, prepared.task, limits, kv),
         Scheduler(limits, pool, config.scheduling_policy),
         limits,
@@ -159,12 +200,6 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
         seed=config.seed,
         card=prepared.card(),
     )
-    tell("warm up", 0.0)
-    warm_up(engine)
-    gc.freeze()  # what is alive now stays: looking through it again and again would hold up steps
-    gc.set_threshold(YOUNG_OBJECTS)
-    tell("ready", 1.0)
-    return engine
 
 
 def _open(prepared: Prepared) -> tuple[Backend, Prepared]:
@@ -201,13 +236,12 @@ def _shape(prepared: Prepared) -> Shape:
     )
 
 
-def _planned(prepared: Prepared, room: Room, block_bytes: int | None = None) -> Prepared:
-    """Divide the room and settle what was left open.
+def _settled(prepared: Prepared, draft: MemoryPlan) -> Prepared:
+    """Settle what was left open, as the plan has it.
 
     Raises:
-        DoesNotFit, ConfigError: also for adjustments, if `strict`.
+        ConfigError: there are adjustments, and `strict`.
     """
-    draft = plan(prepared.spec, prepared.wish, room, block_bytes)
     decisions = settle(prepared.config, prepared.spec, prepared.task, prepared.choice, prepared.wish, draft)
     prepared = replace(prepared, plan=draft, decisions=tuple(decisions))
     if prepared.strict and prepared.adjustments:

@@ -86,6 +86,12 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
 }
 
 
+MEMORY = {
+    "memory": "bytes of the device, by the memory plan",
+    "memory_measured": "bytes of the device, as they were found after the start",
+}
+
+
 class Metrics:
     """All series of one server."""
 
@@ -141,6 +147,15 @@ class Metrics:
             for model in shown:
                 counter.add_metric(model.labels, value(model.stats()))
             yield counter
+        for kind, text in (
+            ("memory", "bytes of the device by the memory plan"),
+            ("memory_measured", "bytes of the device, as they were found after the start"),
+        ):
+            gauge = GaugeMetricFamily(f"{PREFIX}{kind}_bytes", text, labels=(*LABELS, "term"))
+            for model in shown:
+                for term, number in model.memory(kind).items():
+                    gauge.add_metric((*model.labels, term), number)
+            yield gauge
         fallbacks = CounterMetricFamily(
             PREFIX + "op_fallback", "operations a backend left to the reference", labels=(*LABELS, "op")
         )
@@ -159,17 +174,24 @@ class ModelMetrics:
         self._plugins = plugins
         self.labels: tuple[str, ...] = ()
         self.stats: Callable[[], Stats] = Stats
+        self._card: dict[str, Any] = {}
 
     def begin(self, card: dict[str, Any], stats: Callable[[], Stats]) -> None:
         """Create every series at 0, now that the engine is ready and the labels are known."""
         m = self._metrics
         self.stats = stats
+        self._card = card
         self.labels = (self._name, card["tasks"][0], card["backend"])
         info = ("block_size", "num_blocks", "dtype", "prefix_caching")
         m._config.labels(*self.labels, *(str(card.get(key)) for key in info)).set(1)
         self._histograms = {name: h.labels(*self.labels) for name, h in m._histograms.items()}
         self._success = {r.value: m._success.labels(*self.labels, r.value) for r in FinishReason}
         self._rejections = {r: m._rejections.labels(*self.labels, r) for r in (Overloaded.code, "other")}
+
+    def memory(self, kind: str) -> dict[str, int]:
+        """Bytes by term: of the "memory" plan, or "memory_measured"."""
+        found = self._card.get(kind) or {}
+        return {term: number for term, number in found.items() if term not in ("kv_bytes_per_token", "kv_blocks")}
 
     def token_after(self, seconds: float) -> None:
         self._histograms["inter_token_latency_seconds"].observe(seconds)
