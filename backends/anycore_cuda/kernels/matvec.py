@@ -95,6 +95,15 @@ def suits(x: Tensor, weight: Tensor) -> bool:
     return len(x) == 1 and x.ndim == 2 and x.element_size() == 2 and weight.is_contiguous() and x.stride(1) == 1
 
 
+EARLY_BYTES = 24 << 20
+"""Matrices up to this size: where reading takes much longer than a start, kernels that wait take places from others."""
+
+
+def starts_early(weight: Tensor, early: bool) -> bool:
+    """Whether a kernel starts before the one ahead has ended, where kernels may (kernels/early.py)."""
+    return early and weight.nbytes <= EARLY_BYTES
+
+
 def matvec(
     x: Tensor,
     weight: Tensor,
@@ -110,6 +119,7 @@ def matvec(
     rows, columns = weight.shape
     out = x.new_empty(1, rows, dtype=dtype or x.dtype)
     each, block, warps = shape or shape_of(rows, columns)
+    early = starts_early(weight, early)
     launch(
         _matvec, (triton.cdiv(rows, each),),
         x, x, x, weight, weight if bias is None else bias, out, x, rows, 0.0,
@@ -137,6 +147,7 @@ def norm_matvec(
     out = x.new_empty(1, rows if gate is None else rows // 2)
     total = x if residual is None else torch.empty_like(x)
     each, block, warps = shape or shape_of(rows, columns)
+    early = starts_early(weight, early)
     launch(
         _matvec, (triton.cdiv(rows, each),),
         x, x if residual is None else residual, norm, weight, weight if bias is None else bias, out, total, rows, eps,
