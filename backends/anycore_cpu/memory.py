@@ -31,6 +31,7 @@ class CpuMemory(Memory):
 
     def held(self) -> int:
         """The storages of all tensors there are, each counted once: torch counts nothing on the CPU itself."""
+        gc.collect()  # what is only waiting to be found
         sizes: dict[int, int] = {}
         for found in gc.get_objects():
             if type(found) is Tensor and found.device.type == "cpu":

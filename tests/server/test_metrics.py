@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.harness import Live, serve_here
 
 from anycore.config import ModelConfig
+from anycore.server.metrics import MEMORY
 
 CONTRACT = Path(__file__).parent / "metrics.txt"
 
@@ -107,12 +108,11 @@ def test_o14_rejections_are_counted(t_lm: Path) -> None:
         assert value(live.get("/metrics").text, "anycore:admission_rejections_total", "lm", reason="queue_full") == 1
 
 
-def test_the_memory_plan_is_served_beside_what_was_found(live: Live) -> None:
-    found = values(live.get("/metrics").text)
-    card = live.get("/v1/models/lm").json()
+def test_the_memory_plan_is_served_beside_what_was_found(t_lm: Path) -> None:
+    with serve_here(ModelConfig(model=str(t_lm), served_model_name=("lm",), kv_cache_memory=4 << 20)) as live:
+        page, card = live.get("/metrics").text, live.get("/v1/models/lm").json()
     for term in ("weights", "kv_cache"):
-        labels = sorted({"model_name": "lm", "task": "generate", "backend": "cpu", "term": term}.items())
-        planned, measured = (found[f"anycore:{name}_bytes{labels}"] for name in ("memory", "memory_measured"))
+        planned, measured = (value(page, f"anycore:{kind}_bytes", "lm", term=term) for kind in MEMORY)
         assert planned == card["memory"][term] > 0
         assert measured == card["memory_measured"][term]
         assert abs(measured / planned - 1) < 0.03

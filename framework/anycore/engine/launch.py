@@ -161,11 +161,11 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
             log.log(logging.WARNING if decision.guessed or decision.adjusted else logging.INFO, "%s", decision)
 
         tell("load", 0.0)
-        with meter.term("weights"):
-            model = load(prepared.source, spec, backend, wish.dtype, progress)
+        model = load(prepared.source, spec, backend, wish.dtype, progress)
+        meter.mark("weights")
         lease.keep(draft.used - wish.runtime - draft.weights)
-        with meter.term("kv_cache"):
-            kv = backend.memory.allocate_kv(kv_spec, draft.limits.blocks) if kv_spec else None
+        kv = backend.memory.allocate_kv(kv_spec, draft.limits.blocks) if kv_spec else None
+        meter.mark("kv_cache")
         lease.keep(draft.working.total - wish.runtime)
         engine = _engine(prepared, backend, model, kv)
         tell("warm up", 0.0)

@@ -21,22 +21,21 @@ class Meter:
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.found: dict[str, int] = {}
+        self._held = memory.held()
 
-    @contextmanager
-    def term(self, name: str) -> Iterator[None]:
-        """What is still held at the end of the block."""
-        before = self.memory.held()
-        yield
-        after = self.memory.held()
-        if before is not None and after is not None:
-            self.found[name] = after - before
+    def mark(self, name: str) -> None:
+        """What is held now and was not at the last mark is this term's."""
+        held = self.memory.held()
+        if held is not None and self._held is not None:
+            self.found[name] = held - self._held
+        self._held = held
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """The highest use inside the block: the warm-up's, whose steps are short."""
         with self.memory.peak() as peak:
             yield
-        if peak.bytes and self.memory.held() is not None:
+        if peak.bytes and self._held is not None:
             self.found["working"] = peak.bytes
 
 
