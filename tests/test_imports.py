@@ -23,10 +23,10 @@ VENDOR_EXCEPTIONS = {"contract/backend.py": {"nccl", "hccl"}}  # a doc comment: 
 CLI, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT = "cli", "server", "llm", "text", "engine", "models", "contract"
 BENCH = "bench"
 COMMON = {"errors", "config", "__init__"}
-LOADING = {"plugins", "choose", "guard", "capabilities"}
+LOADING = {"plugins", "choose", "guard", "capabilities", "evidence"}
 ALLOWED = {
-    CLI: {BENCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
-    SERVER: {TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
+    CLI: {BENCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", *COMMON, *LOADING},
+    SERVER: {TEXT, ENGINE, MODELS, CONTRACT, "ask", *COMMON, *LOADING},
     LLM: {TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     ENGINE: {MODELS, CONTRACT, *COMMON, *LOADING},
     MODELS: {CONTRACT, *COMMON},
@@ -35,14 +35,17 @@ ALLOWED = {
     TEXT: {"models.spec", "models.source", "models.gguf", "engine.request", *COMMON},
     "plugins": {"hookspecs", "guard", CONTRACT, *COMMON},
     "choose": {"guard", CONTRACT, *COMMON},
-    "capabilities": {CONTRACT, *COMMON},
+    "ask": {ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
+    "capabilities": {"evidence", CONTRACT, *COMMON},
+    "evidence": {CONTRACT, *COMMON},
     "guard": {CONTRACT},
     "hookspecs": set(),
     "config": {CONTRACT, "errors"},
     "errors": set(),
     "__init__": set(),
 }
-KIT = {"contract/testing.py", "contract/endtoend.py"}  # the conformance kit drives what it tests
+# The conformance kit drives what it tests.
+KIT = {"contract/testing.py", "contract/endtoend.py", "contract/endtoend_faults.py"}
 KIT_ALLOWED = {CONTRACT, ENGINE, MODELS, *COMMON, *LOADING}
 FOR_TYPES = {  # further imports that only a type checker sees
     "plugins": {"engine.request", "models.spec"},
@@ -55,8 +58,9 @@ FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec"}  # 
 
 # Modules that must answer without torch, directly and through what they import at their top level.
 LIGHT = ("contract.declare", "contract.host", "config", "errors", "guard", "choose", "plugins", "capabilities",
-         "models.spec", "models.source", "models.catalog", "cli.main", "cli.flags", "cli.settings",
-         "cli.matrix", "cli.doctor", "cli.serve", "cli.bench_serve", "server.run")  # fmt: skip
+         "ask", "evidence", "engine.launch", "models.spec", "models.source", "models.catalog",
+         "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.check", "cli.dry_run", "cli.doctor", "cli.serve",
+         "cli.bench_serve", "server.run")  # fmt: skip
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "uvicorn"}
 
 

@@ -17,6 +17,7 @@ from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.check_graphs import check_optimized
 from anycore.contract.checks import AttentionCase
 from anycore.contract.ops import Ops
+from anycore_cpu.backend import CpuBackend
 from anycore_cpu.memory import CpuMemory
 
 PAGED = AttentionCase("float32", 16, causal=True, block_size=4, seed=1)
@@ -129,6 +130,47 @@ class StaleTail(DefaultOps):
         return out
 
 
+class DroppedLastBlock(DefaultOps):
+    """The loop over blocks ends one early: what stands in a request's last block is not seen."""
+
+    def attention(self, q, k, v, cache, batch, scale, window=None, softcap=None):  # type: ignore[no-untyped-def]
+        out = super().attention(q, k, v, cache, batch, scale, window, softcap)
+        case = replace(PAGED, window=window, softcap=softcap)
+        for i, (start, rows) in enumerate(zip(batch.query_starts, batch.query_lens, strict=False)):
+            seen = (batch.seq_lens[i] - 1) // batch.block_size * batch.block_size
+            keys, values = (side.flatten(0, 1)[self.places(batch, i)][:seen] for side in cache)
+            positions = range(batch.seq_lens[i] - rows, batch.seq_lens[i])
+            if seen:
+                exact = checks.exact_attention(q[start : start + rows], keys, values, positions, case)
+                out[start : start + rows] = exact.float()
+        return out
+
+
+class StaleBlockTable(DefaultOps):
+    """Reads by the block table of an earlier step with as many requests, as a buffer that nobody refreshed."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Tensor] = {}
+
+    def places(self, batch: Batch, i: int) -> Tensor:
+        assert batch.block_tables is not None
+        kept = self.kept.setdefault(len(batch.block_tables), batch.block_tables)
+        if kept.shape == batch.block_tables.shape:
+            batch = replace(batch, block_tables=kept)
+        return super().places(batch, i)
+
+
+class RoughSoftmax(DefaultOps):
+    """Weights of a float32 model are rounded to bfloat16."""
+
+    def attend(self, q, k, v, scale, causal, window, softcap):  # type: ignore[no-untyped-def]
+        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        scores = torch.einsum("rhd,lhd->hrl", q, keys) * scale
+        if causal:
+            scores = scores.masked_fill(~reference.visible(len(q), len(k), True, window, q.device), float("-inf"))
+        return torch.einsum("hrl,lhd->rhd", scores.softmax(-1).bfloat16().float(), values)
+
+
 class OverwritesQuery(DefaultOps):
     def attention(self, q, *others):  # type: ignore[no-untyped-def]
         out = super().attention(q, *others)
@@ -156,6 +198,10 @@ ATTENTION = [
     (AlwaysCausal, FULL),
     (IgnoredBlockTable, PAGED),
     (StaleTail, PAGED),
+    (DroppedLastBlock, PAGED),
+    (StaleBlockTable, PAGED),
+    (RoughSoftmax, PAGED),
+    (RoughSoftmax, FULL),
     (OverwritesQuery, PACKED),
 ]
 
@@ -166,6 +212,38 @@ def test_kit_catches_wrong_attention(mutant: type[Ops], case: AttentionCase) -> 
     check(backend_of(DefaultOps()), case)
     with pytest.raises(AssertionError):
         check(backend_of(mutant()), case)
+
+
+def same_attention(ops: Any, **changed: Callable[..., Any]) -> None:
+    """Let the processor's own attention be called with something changed: scale, window, q or batch."""
+    right = ops.attention
+    names = ("q", "k", "v", "cache", "batch", "scale", "window", "softcap")
+
+    def attention(*given: Any, **named: Any) -> Any:
+        arguments = {**dict(zip(names, given, strict=False)), **named}
+        return right(**{**arguments, **{name: change(arguments[name]) for name, change in changed.items()}})
+
+    ops.attention = attention
+
+
+WRONG_CALLS: dict[str, tuple[AttentionCase, dict[str, Callable[..., Any]]]] = {
+    "ignored scale": (PAGED, {"scale": lambda scale: 16**-0.5}),
+    "window off by one": (WINDOW, {"window": lambda window: window + 1}),
+    "ignored soft cap": (SOFTCAP, {"softcap": lambda softcap: None}),
+    "swapped heads": (PAGED, {"q": lambda q: q.flip(1)}),
+    "rough queries": (PAGED, {"q": lambda q: q.bfloat16().float()}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_kit_catches_mistakes_around_the_cpu_backend(name: str) -> None:
+    case, changed = WRONG_CALLS[name]
+    with torch.inference_mode():
+        backend = CpuBackend(0)
+        checks.check_paged_attention(backend, case)
+        same_attention(backend.ops, **changed)
+        with pytest.raises(AssertionError):
+            checks.check_paged_attention(backend, case)
 
 
 def test_kit_catches_results_that_depend_on_batch_mates() -> None:
