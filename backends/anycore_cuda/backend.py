@@ -21,6 +21,7 @@ class CudaBackend(Backend):
     name = "cuda"
     collective = "nccl"
     overlap = True
+    self_check = False  # it would compile kernels for its own small shapes, which has not been timed on a device yet
 
     def __init__(self, index: int = 0, early: bool = True) -> None:
         """`early`: kernels may start before the one ahead has ended, on chips that can (kernels/early.py)."""

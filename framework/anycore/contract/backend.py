@@ -143,7 +143,7 @@ class Backend:
 
     name: str
     collective: str | None = None  # torch.distributed backend for several ranks: "nccl", "hccl", "gloo"
-    self_check = False  # True: before it serves, the engine compares its operations with exact results
+    self_check = True  # before it serves, the engine compares its operations with exact results
     overlap = False  # True: launches return early, so the engine prepares step n + 1 while step n runs
 
     def __init__(self, device: torch.device, memory: Memory, ops: Ops) -> None:

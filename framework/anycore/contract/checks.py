@@ -429,10 +429,10 @@ def check_memory(backend: Backend, kv: KVSpec, blocks: int) -> None:
     assert peak.bytes >= 0, f"a peak of {peak.bytes} bytes"
 
 
-def check_sampling(backend: Backend) -> None:
+def check_sampling(backend: Backend, rows: int = 4000) -> None:
     """Greedy is the maximum; draws follow the filtered distribution; bans hold; broken rows are reported."""
     upload = backend.memory.upload
-    rows, ids = 4000, 12
+    ids = 12
     logits = torch.randn(ids, generator=torch.Generator().manual_seed(3))
     ranked = logits.double().softmax(0).sort(descending=True)
     before = ranked.values.cumsum(0) - ranked.values

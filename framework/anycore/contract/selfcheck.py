@@ -106,4 +106,4 @@ def operations(backend: Backend, shape: Shape) -> Iterator[tuple[str, Callable[[
         activation = shape.activation
         yield f"activation {activation}", lambda: checks.check_gated(backend, shape.dtype, activation, 5, 64)
     if shape.generates:
-        yield "sampling", lambda: checks.check_sampling(backend)
+        yield "sampling", lambda: checks.check_sampling(backend, rows=400)
