@@ -197,14 +197,14 @@ class _Pool:
             need = self.weights + self.working(longest, blocks + 1).total + (blocks + 1) * self.block
             return need <= self.have
 
-        return _largest(most, fits)
+        return largest(most, fits)
 
     def longest(self) -> int:
         """The longest sequence that the blocks hold which are left beside it."""
         size, wished = self.wish.block_size, self.limits.max_model_len
         if self.room(wished) * size >= wished:
             return wished
-        return size * _largest(wished // size, lambda blocks: self.room(blocks * size) >= blocks)
+        return size * largest(wished // size, lambda blocks: self.room(blocks * size) >= blocks)
 
     def blocks(self, longest: int) -> int:
         """Of these more could never be used."""
@@ -221,7 +221,7 @@ class _Pool:
         return MemoryPlan(budget, self.weights, working, kv, self.block, token, limits)
 
 
-def _largest(most: int, fits: Callable[[int], bool]) -> int:
+def largest(most: int, fits: Callable[[int], bool]) -> int:
     """The largest number up to `most` that fits, 0 if none does; what fits is smaller than what does not."""
     low, high = 0, most
     while low < high:
