@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
-from anycore import hookspecs, plugins
+from anycore import ask, hookspecs, plugins
+from anycore.cli import check
 from anycore.cli import main as command
 from anycore.config import ENVIRONMENT, ServerConfig
 from anycore.contract.backend import Backend, Memory
-from anycore.contract.declare import FEATURES, BackendSpec, Need, Task, explain
+from anycore.contract.declare import FEATURES, BackendSpec, Device, Need, Probe, Task, explain
 from anycore.contract.ops import Ops
 from anycore.engine.request import RequestRecord
 from anycore.models import companions, families
 from anycore.models.source import Source
+from anycore.models.spec import read_spec
 from anycore.server.app import create_app
 from anycore.server.metrics import Metrics
 from anycore_ascend.versions import RELEASES
@@ -185,6 +190,63 @@ def refusal() -> str:
     return f"```text\n{explain(house().backend('cpu').support[:4], need)}\n```"
 
 
+def bge_m3(chip: str) -> Callable[[], str]:
+    """What `anycore check` says of BAAI/bge-m3 as a reranker on an Ascend chip, from a machine without one."""
+
+    def part() -> str:
+        source = BgeM3("BAAI/bge-m3", ROOT)
+        question = ask.Question(source.name, task="rerank", backend="ascend", chip=chip)
+        with tempfile.TemporaryDirectory() as empty, patch.dict(os.environ, {"ANYCORE_CACHE": empty}):
+            report = ask.check(question, no_devices(), ask.Model(source, read_spec(source)))
+        command = f"anycore check {source.name} --task rerank --backend ascend --chip {chip}"
+        output = "\n".join(check.text(report))
+        return f"```sh\n{command}\n```\n\n```text\n{output}\n```"
+
+    return part
+
+
+class BgeM3(Source):
+    """The small files of BAAI/bge-m3, as far as they are read."""
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["XLMRobertaModel"],
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "max_position_embeddings": 8194,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "pad_token_id": 1,
+            "torch_dtype": "float32",
+            "type_vocab_size": 1,
+            "vocab_size": 250002,
+        }
+
+    def read_json(self, name: str) -> Any | None:
+        kind = "sentence_transformers.models"
+        return {
+            "modules.json": [
+                {"type": f"{kind}.Transformer", "path": ""},
+                {"type": f"{kind}.Pooling", "path": "1_Pooling"},
+                {"type": f"{kind}.Normalize", "path": "2_Normalize"},
+            ],
+            "1_Pooling/config.json": {"word_embedding_dimension": 1024, "pooling_mode_cls_token": True},
+            "sentence_bert_config.json": {"max_seq_length": 8192},
+        }.get(name)
+
+
+def no_devices() -> plugins.Plugins:
+    """The house's backends on a laptop: a processor, nothing else, and no reports, which every change outdates."""
+    laptop = Probe(devices=(Device(0, "a processor", "x86"),))
+    absent = Probe(reason="no device on this machine")
+    found = house()
+    backends = [
+        replace(spec, evidence=None, probe=lambda seen=laptop if spec.name == "cpu" else absent: seen)
+        for spec in found.backends
+    ]
+    return replace(found, backends=tuple(backends))
+
+
 def architectures() -> str:
     """Every architecture: what `config.json` must name, and what a checkpoint without further files is served for."""
     rows = []
@@ -237,6 +299,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "matrix": matrix("tasks", "attention", "weights", "block_sizes", "features", "chips", "level", "note"),
     "matrix-short": matrix("tasks", "attention", "weights", "chips", "level", "note"),
     "refusal": refusal,
+    "bge-m3-910b": bge_m3("910B"),
+    "bge-m3-310p": bge_m3("310P"),
     "ascend-versions": ascend_versions,
     "architectures": architectures,
 }
