@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from threading import Timer
 from typing import TYPE_CHECKING
 
 from anycore.contract.declare import BackendSpec, Device, Need, Support, find
@@ -13,6 +15,11 @@ from anycore.guard import describe, sentence
 if TYPE_CHECKING:
     from anycore.contract.backend import Backend
     from anycore.plugins import Plugins
+
+PATIENCE = 30
+"""Seconds after which an opening that has not come back is told: it may take long, and cannot be broken off."""
+
+log = logging.getLogger(__name__)
 
 NeedFor = Callable[[Device], "Need | Sequence[Need]"]
 """What is needed on a given device; several needs come in order of preference (`dtype auto`)."""
@@ -83,15 +90,17 @@ def choose(
     raise _refused(f"backend {requested} cannot serve this", [result], plugins, others)
 
 
-def fall_back(plugins: Plugins, need_for: NeedFor, why: str) -> Choice:
-    """Choose the CPU in place of what was asked for, with `why` as a notice; only under --allow-cpu-fallback.
+def fall_back(plugins: Plugins, need_for: NeedFor, why: str, allowed_by: str = "--allow-cpu-fallback") -> Choice:
+    """Choose the CPU in place of another backend, with `why` as a notice.
+
+    Only under --allow-cpu-fallback, or where nobody asked for that other one (`--backend auto`).
 
     Raises:
         PluginError, Unsupported: the CPU cannot serve this either.
     """
     result = _try(plugins.backend("cpu"), need_for, None)
     if isinstance(result, Choice):
-        return replace(result, notices=(f"falling back to cpu (--allow-cpu-fallback): {why}",), fell_back=True)
+        return replace(result, notices=(f"falling back to cpu ({allowed_by}): {why}",), fell_back=True)
     raise _refused(f"{sentence(why)} The cpu cannot serve this either", [result], plugins)
 
 
@@ -101,6 +110,12 @@ def open_backend(choice: Choice) -> Backend:
     Raises:
         PluginError: it cannot be opened, with the original error text.
     """
+    name = choice.spec.name
+    patience = Timer(
+        PATIENCE, log.warning, ("backend %s has been opening %s for %d s", name, choice.device.name, PATIENCE)
+    )
+    patience.daemon = True
+    patience.start()
     try:
         return choice.spec.open(choice.device.index)
     except AnycoreError:
@@ -112,6 +127,8 @@ def open_backend(choice: Choice) -> Backend:
             "backend with --backend.",
             param="backend",
         ) from error
+    finally:
+        patience.cancel()
 
 
 def _try(spec: BackendSpec, need_for: NeedFor, index: int | None) -> Choice | _Refusal:

@@ -203,15 +203,21 @@ def _engine(prepared: Prepared, backend: Backend, model: Model, kv: list[Any] | 
 
 
 def _open(prepared: Prepared) -> tuple[Backend, Prepared]:
-    """Open the chosen device; under --allow-cpu-fallback the CPU stands in for one that cannot be opened."""
+    """Open the chosen device.
+
+    The CPU stands in for one that cannot be opened, if nobody asked for that one or under --allow-cpu-fallback.
+    """
+    config, spec, task = prepared.config, prepared.spec, prepared.task
     try:
         return open_backend(prepared.choice), prepared
     except PluginError as error:
-        if not prepared.config.allow_cpu_fallback or prepared.choice.fell_back:
+        may = config.allow_cpu_fallback or config.backend == "auto"
+        if not may or prepared.choice.fell_back or prepared.choice.spec.name == "cpu":
             raise
-        config, spec, task = prepared.config, prepared.spec, prepared.task
         needs = needs_of(config, prepared.source, spec, task)
-        choice = prefer_native(fall_back(prepared.plugins, needs, error.message), needs)
+        allowed_by = "--allow-cpu-fallback" if config.allow_cpu_fallback else "--backend auto"
+        choice = prefer_native(fall_back(prepared.plugins, needs, error.message, allowed_by), needs)
+        choice = replace(choice, notices=(*prepared.choice.notices, *choice.notices))
         prepared = replace(prepared, choice=choice, wish=wish_of(config, spec, task, choice))
         return open_backend(choice), prepared
 
