@@ -260,6 +260,30 @@ def mutated(**methods: Callable[..., Any]) -> Ops:
     return ops
 
 
+def leaves_last_row(ops: Ops, x: Tensor, handle: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The last row of an odd number is never written. Fresh memory often holds zeros, or an equal result of before."""
+    right = ops.linear(x, handle, bias)
+    out = torch.empty_like(right)
+    count = len(right) // 2 * 2
+    out[:count] = right[:count]
+    return out
+
+
+def test_kit_catches_results_that_are_not_written() -> None:
+    with checks.poisoned_memory():
+        checks.check_linear(backend_of(Ops()), "float32", 7, (50, 33), True)
+        with pytest.raises(AssertionError, match="NaN"):
+            checks.check_linear(backend_of(mutated(linear=leaves_last_row)), "float32", 7, (50, 33), True)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("mutant", [WrongCausalOffset, IgnoredBlockTable, StaleTail, DroppedLastBlock])
+def test_kit_catches_wrong_attention_by_chance(mutant: type[Ops]) -> None:
+    checks.check_random_lengths(backend_of(DefaultOps()), PAGED)
+    with pytest.raises(AssertionError):
+        checks.check_random_lengths(backend_of(mutant()), PAGED)
+
+
 def no_bias(ops: Ops, x: Tensor, handle: Tensor, bias: Tensor | None = None) -> Tensor:
     return ops.linear(x, handle)
 

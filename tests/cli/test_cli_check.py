@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from anycore import plugins
 from anycore.ask import Alternative, Question, Report, check, read
 from anycore.cli.main import main
 from anycore.config import ModelConfig
-from anycore.contract.declare import BackendSpec, Level, Probe, Support, Task
+from anycore.contract.declare import DTYPES, BackendSpec, Level, Probe, Support, Task
 from anycore.engine.launch import prepare
 from anycore.errors import AnycoreError, ConfigError
 from anycore.plugins import Plugins
@@ -115,6 +116,25 @@ def test_h08_serve_says_the_same(tmp_path: Path, model: dict[str, Any], given: d
         with pytest.raises(AnycoreError) as caught:
             prepare(config, loaded)
         assert answer.reasons[0][1] in caught.value.message
+
+
+def test_h08_every_task_and_type_of_every_kind_of_model(
+    t_lm: Path, t_bert: Path, t_xlmr: Path, t_ce: Path, t_qrr: Path
+) -> None:
+    loaded = installed(plugins.load().backend("cpu"))
+    verdicts = set()
+    for path, task, dtype in product((t_lm, t_bert, t_xlmr, t_ce, t_qrr), Task, ("auto", *DTYPES)):
+        (answer,) = ask(Question(str(path), task=task.value, dtype=dtype), loaded).answers
+        config = ModelConfig(model=str(path), backend="cpu", task=task.value, dtype=dtype)
+        try:
+            prepare(config, loaded)
+            refusal = None
+        except AnycoreError as error:
+            refusal = error.message
+        assert answer.supported == (refusal is None)
+        assert refusal is None or answer.reasons[0][1] in refusal
+        verdicts.add(answer.supported)
+    assert verdicts == {True, False}
 
 
 def picky(**fields: Any) -> BackendSpec:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Any
@@ -234,6 +235,31 @@ def check_shared_prefix(backend: Backend, case: AttentionCase, shared: int = 300
     run.step(dict.fromkeys(range(requests), 1))
     run.step({0: 2} | dict.fromkeys(range(1, requests), 1))
     run.step(dict.fromkeys(range(1, requests), 1))
+
+
+def check_random_lengths(backend: Backend, case: AttentionCase, steps: int = 10, requests: int = 6) -> None:
+    """Any mix of decoding, chunks of any length and new requests in blocks of finished ones, in any order."""
+    longest = 3 * case.block_size + 40
+    run = PagedRun(backend, case, longest)
+    for _ in range(steps):
+        wanted: dict[int, int] = {}
+        for i in run.random.sample(range(requests), run.random.randint(1, requests)):
+            if len(run.keys.get(i, ())) == longest:
+                run.finish(i)
+            left = longest - len(run.keys.get(i, ()))
+            wanted[i] = min(left, run.random.choice((1, 1, 2, run.random.randint(1, longest))))
+        run.step(wanted)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Let fresh tensors hold NaN, or the largest integer, until somebody writes to them."""
+    earlier = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # it is what torch fills empty tensors under
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(earlier[0], warn_only=earlier[1])
 
 
 def check_packed_attention(backend: Backend, case: AttentionCase) -> None:

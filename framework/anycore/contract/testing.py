@@ -135,6 +135,9 @@ class BackendConformance:
         if type(device.ops).shares is not Ops.shares:  # long prefixes may go another way
             checks.check_shared_prefix(device, shared_case, shared=2080, requests=40)
 
+    def test_random_lengths(self, device: Backend, shared_case: AttentionCase) -> None:
+        checks.check_random_lengths(device, shared_case)
+
     def test_packed_attention(self, device: Backend, packed_case: AttentionCase) -> None:
         checks.check_packed_attention(device, packed_case)
 
@@ -189,6 +192,28 @@ class BackendConformance:
     def test_sampling(self, device: Backend) -> None:
         checks.check_sampling(device)
         checks.check_edits(device)
+
+    def test_results_are_written_whole(self, device: Backend, dtype: str) -> None:
+        """Where memory that nobody has written to holds NaN, results are what they are elsewhere."""
+        kinds = {(case.causal, bool(case.block_size)): case for case in self.attention_cases() if case.dtype == dtype}
+        with checks.poisoned_memory():
+            for case in kinds.values():
+                check = checks.check_paged_attention if case.block_size else checks.check_packed_attention
+                check(device, case)
+            for rows in (1, 7):
+                checks.check_linear(device, dtype, rows, (50, 33), biased=True)
+                checks.check_norms(device, dtype, rows, 77, with_residual=True)
+                checks.check_norm_linear(device, dtype, rows, (36, 77), "silu", with_residual=True, biased=True)
+                checks.check_rotary(device, dtype, rows, 4, 2, 80)
+                checks.check_gated(device, dtype, "silu", rows, 33)
+            checks.check_pool(device, dtype, [7, 1, 40], 77)
+            check_quantised(device, dtype, 5, biased=True)
+            checks.check_sampling(device)
+
+    @classmethod
+    def attention_cases(cls) -> Iterator[AttentionCase]:
+        yield from shared_cases(cls.claims())
+        yield from packed_cases(cls.claims())
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
