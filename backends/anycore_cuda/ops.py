@@ -109,7 +109,7 @@ class CudaOps(Ops):
                 splits = plan.splits(len(q), kv_heads)
                 single.decode(
                     q, cache, out, tables, lens, self.counters, splits, scale, window, softcap,
-                    prefix=shared, raw=raw, early=self.early,
+                    batch.order, prefix=shared, raw=raw, early=self.early,
                 )  # fmt: skip
                 return out
             if plan.decoding is not None:

@@ -24,7 +24,7 @@ class Plan:
         self.memory = memory
         self.processors = processors
         self.decode_only = batch.decode_only
-        self.decoding: Tensor | None = None  # [n] int32: requests with one row, where others have more
+        self.decoding: Tensor | None = None  # [n] int32: requests with one row, where others have more; the longest first
         self.fresh = False  # no request with several rows has a history
         self._tiles: dict[int, Tensor] = {}
         if self.decode_only:
@@ -37,7 +37,8 @@ class Plan:
         self._ends = context[self._others] + self._lens
         self.fresh = not context[self._others].any()
         if single.any():
-            self.decoding = self._upload(np.flatnonzero(single).astype(np.int32))
+            chosen = np.flatnonzero(single).astype(np.int32)
+            self.decoding = self._upload(chosen[np.argsort(-context[chosen], kind="stable")])
 
     def tiles(self, tokens: int) -> Tensor | None:
         """[n, 2] int32: (request, first row) of every tile of `tokens` rows, the longest work first."""

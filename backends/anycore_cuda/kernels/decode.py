@@ -96,7 +96,7 @@ def _decode(
     q_stride, q_head_stride, table_stride, side_stride, block_stride, head_stride,
     scale, window, softcap, splits, group, shared_splits, eps,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
-    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr, CHOSEN: tl.constexpr, SHARED: tl.constexpr,
+    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr, LISTED: tl.constexpr, MIXED: tl.constexpr, SHARED: tl.constexpr,
     RAW: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
@@ -105,9 +105,10 @@ def _decode(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     request = place
-    q_row = place
-    if CHOSEN:
+    if LISTED:
         request = tl.load(requests_ptr + place)
+    q_row = request
+    if MIXED:
         q_row = tl.load(starts_ptr + request)
     length = tl.load(lens_ptr + request)
     start = tl.maximum(length - window, 0)
@@ -191,7 +192,7 @@ def _decode(
     if last:
         if SHARED:
             stride = tl.num_programs(0) * tl.num_programs(1) * group
-            part = place * tl.num_programs(1) * group + head
+            part = q_row * tl.num_programs(1) * group + head
             acc, best, total = _join(
                 acc, best, total, shared_acc_ptr, shared_stats_ptr, part, stride, tl.cdiv(shared, shared_share),
                 known, heads, BLOCK_D,
@@ -235,10 +236,11 @@ def decode(
     """Write the attention of one row a request to `out` [T, Hq, D].
 
     q [T, Hq, D]; cache [2, blocks, Hkv, size, D]; tables [B, P] int32; lens [B] int32, this row included. Row i is
-    request i's, or, with `requests` [n] int32 and `starts` [B + 1] int32, only those requests have rows here.
+    request i's, or, with `starts` [B + 1] int32, row starts[i]. `requests` [n] int32 are those to compute, in the order
+    in which their programs start: the longest first leaves no late stragglers.
     `counters` are int32 zeros, one a request and KV head, and zeros again afterwards. `prefix` holds the same rows'
     attention to what they share; there is no window then. With `raw`, q is the front of [T, Hq + 2 Hkv, D] as it comes
-    from the projection: heads are prepared, k and v stored here; neither `requests` nor `prefix` goes with it.
+    from the projection: heads are prepared, k and v stored here; neither `starts` nor `prefix` goes with it.
     """
     heads, dim = q.shape[1:]
     kv_heads = cache.shape[2]
@@ -249,7 +251,8 @@ def decode(
     assert count * kv_heads <= len(counters)
     assert scale > 0
     assert prefix is None or window is None
-    assert raw is None or (prefix is None and requests is None)
+    assert prefix is None or starts is None
+    assert raw is None or (prefix is None and starts is None)
     acc = stats = counters
     if splits > 1:
         acc = q.new_empty(count * kv_heads * splits * rows * block_d, dtype=torch.float32)
@@ -269,7 +272,7 @@ def decode(
         scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group, prefix.splits if prefix else 1,
         eps,
         ROWS=rows, DIM=dim, BLOCK_D=block_d, SIZE=cache.shape[3], KEYS=keys, MIN_BLOCKS=max(1, MIN_KEYS // keys),
-        CAP=softcap is not None, CHOSEN=requests is not None, SHARED=prefix is not None,
+        CAP=softcap is not None, LISTED=requests is not None, MIXED=starts is not None, SHARED=prefix is not None,
         RAW=raw is not None, NORM=norms is not None, ROTATE=angles is not None, EARLY=early,
         num_warps=warps, num_stages=stages, **launch_options(early),
     )  # fmt: skip

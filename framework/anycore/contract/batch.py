@@ -34,6 +34,9 @@ class Batch:
     # Of a batch that only decodes: so many first tokens (a multiple of block_size) lie in the same blocks for all
     # requests and were computed before. A backend may read them once for all, or ignore this.
     shared_tokens: int = 0
+    # Of a batch that only decodes: [B] int32, device: its requests, the longest first. Programs that start in this
+    # order end together; None: nobody has sorted them.
+    order: Tensor | None = None
     plan: Any = None  # the backend's own, from Ops.plan
 
     def wanted(self, x: Tensor) -> Tensor:

@@ -85,6 +85,9 @@ class GraphStep:
         self._tables = torch.zeros(most, blocks, dtype=torch.int32, device=device)
         self._lens = torch.ones(most, dtype=torch.int32, device=device)
         self._scratch = torch.arange(most, device=device) % limits.block_size  # slots of rows that belong to nobody
+        self._every = torch.arange(most, dtype=torch.int32, device=device)
+        self._order = self._every.clone()
+        self._order_now: Tensor | None = None  # whose copy it holds
         self._shared = torch.zeros(1, dtype=torch.int32, device=device)
         self._shared_now = 0  # what it holds
         self._temperature = torch.ones(most, dtype=torch.float32, device=device)
@@ -162,6 +165,7 @@ class GraphStep:
             return self.step(mine, sampling)
 
         self._reset(0, bucket)
+        self._sort(None, 0, bucket)
         if whole or (bucket, True, shares) not in self._recorded:  # which has run all that this one is made of
             work()
         try:
@@ -207,6 +211,7 @@ class GraphStep:
             output_rows=None,
             block_tables=self._tables[:count],
             token_types=None,
+            order=self._order[:count],
             shared_tokens=self._tables.shape[1] * like.block_size if shares else 0,
         )
         batch.seq_lens_device, batch.shared_tokens_device = self._lens[:count], self._shared
@@ -221,6 +226,13 @@ class GraphStep:
         self._longs[2][first:last].copy_(self._scratch[: last - first])
         self._lens[first:last].fill_(1)
 
+    def _sort(self, order: Tensor | None, count: int, bucket: int) -> None:
+        """Hold another batch's order, followed by the rows that belong to nobody."""
+        self._order_now = order
+        if order is not None:
+            self._order[:count].copy_(order)
+        self._order[count:bucket].copy_(self._every[count:bucket])
+
     def _fill(self, batch: Batch, count: int, bucket: int) -> None:
         assert batch.slots is not None
         assert batch.block_tables is not None
@@ -230,6 +242,10 @@ class GraphStep:
         self._tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables)
         if count < bucket:
             self._reset(count, bucket)
+        if batch.order is None:
+            self._sort(None, 0, bucket)
+        elif batch.order is not self._order_now:
+            self._sort(batch.order, count, bucket)
 
 
 def replayable(batch: Batch) -> bool:

@@ -35,6 +35,7 @@ class BatchBuilder:
         self._rows = np.zeros(0, dtype=np.int64)  # their rows in the tables
         self._lens: list[int] = []
         self._shared: int | None = None  # tokens that all share; None: not looked for since the batch has changed
+        self._order: Tensor | None = None  # the longest first, found along with it: all grow alike
 
     def remember(self, requests: list[Request], samples: Samples | None) -> None:
         """Take note of what the step just launched has sampled, one row a request."""
@@ -126,5 +127,7 @@ class BatchBuilder:
             if len(positions) == len(lens):
                 if self._shared is None:
                     self._shared = self.tables.shared(self._rows, int(self._starts.min()))
-                batch.shared_tokens = self._shared
+                    order = np.argsort(-self._starts, kind="stable").astype(np.int32)
+                    self._order = self.memory.upload(torch.from_numpy(order))
+                batch.shared_tokens, batch.order = self._shared, self._order
         return batch, sent[len(arrays) :]
