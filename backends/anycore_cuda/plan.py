@@ -24,7 +24,7 @@ class Plan:
         self.memory = memory
         self.processors = processors
         self.decode_only = batch.decode_only
-        self.decoding: Tensor | None = None  # [n] int32: requests with one row, where others have more; the longest first
+        self.decoding: Tensor | None = None  # [n] int32: requests with one row among others, the longest first
         self.fresh = False  # no request with several rows has a history
         self._tiles: dict[int, Tensor] = {}
         if self.decode_only:

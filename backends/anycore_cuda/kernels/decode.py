@@ -96,7 +96,8 @@ def _decode(
     q_stride, q_head_stride, table_stride, side_stride, block_stride, head_stride,
     scale, window, softcap, splits, group, shared_splits, eps,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
-    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr, LISTED: tl.constexpr, MIXED: tl.constexpr, SHARED: tl.constexpr,
+    KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr,
+    LISTED: tl.constexpr, MIXED: tl.constexpr, SHARED: tl.constexpr,
     RAW: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
