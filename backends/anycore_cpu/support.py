@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anycore.contract.declare import BackendSpec, Level, Support, Task
@@ -59,6 +60,7 @@ SPEC = BackendSpec(
     probe=probe,
     open=open_device,
     priority=0,
+    evidence=Path(__file__).parent / "evidence",
     copied_dtypes=("bfloat16",),
     workspace=workspace,
     memory_utilization=0.5,  # the rest of the machine's memory is not ours alone

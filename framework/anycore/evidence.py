@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +53,19 @@ def kit_hash() -> str:
     return _short(b"\0".join(path.read_bytes().replace(b"\r\n", b"\n") for path in files))
 
 
-def local_report(spec: BackendSpec, chip: str) -> Path:
-    """Where this machine keeps what it has proven itself."""
-    return cache_dir() / "evidence" / f"{spec.name}-{chip}.json"
+def local_report(spec: BackendSpec, chip: str, quick: bool = False) -> Path:
+    """Where this machine keeps what it has proven itself; a quick run does not replace a whole one."""
+    return cache_dir() / "evidence" / f"{spec.name}-{chip}{'-quick' if quick else ''}.json"
 
 
 def read_reports(spec: BackendSpec) -> tuple[list[Report], list[str]]:
-    """Return a backend's reports, the newest of each device, and a line for each file that is none."""
+    """Return a backend's reports, the newest of each device, and a line for each file that is none.
+
+    A quick run counts where no whole one is up to date.
+    """
     folders = [path for path in (spec.evidence, cache_dir() / "evidence") if path is not None]
     files = [*(folders[0].glob("*.json") if spec.evidence else ()), *folders[-1].glob(f"{spec.name}-*.json")]
-    newest: dict[str, Report] = {}
+    newest: dict[tuple[str, bool], Report] = {}
     troubles = []
     for path in sorted(files, key=lambda path: (path.parent == folders[-1], path.name)):
         try:
@@ -70,10 +73,11 @@ def read_reports(spec: BackendSpec) -> tuple[list[Report], list[str]]:
         except (OSError, msgspec.DecodeError) as error:
             troubles.append(f"{path} is not a report of anycore conformance: {error}")
             continue
-        known = newest.get(report.device)
+        known = newest.get((report.device, report.quick))
         if known is None or known.date <= report.date:
-            newest[report.device] = report
-    return list(newest.values()), troubles
+            newest[report.device, report.quick] = report
+    whole = {report.device for report in newest.values() if not report.quick and not changes(spec, report)}
+    return [report for report in newest.values() if not (report.quick and report.device in whole)], troubles
 
 
 def standing(spec: BackendSpec, row: Support, reports: Iterable[Report]) -> str:
@@ -87,16 +91,18 @@ def standing(spec: BackendSpec, row: Support, reports: Iterable[Report]) -> str:
 def verdict(spec: BackendSpec, report: Report) -> str:
     """Say what a report proves of the table as it stands today."""
     where = f"{report.device}, {report.date}"
-    changed = [
-        name
-        for name, then, now in (("table", report.table, table_hash(spec)), ("kit", report.kit, kit_hash()))
-        if then != now
-    ]
+    changed = changes(spec, report)
     if changed:
         return f"stale: {' and '.join(changed)} changed since {where}"
     if report.conformance.failed or not report.conformance.passed:
         return f"refuted on {where}: {report.conformance.failed} cases fail"
     return f"proven{' in part' if report.quick else ''} on {where}"
+
+
+def changes(spec: BackendSpec, report: Report) -> list[str]:
+    """What has changed since a report: the table, the kit, or both."""
+    hashes = (("table", report.table, table_hash(spec)), ("kit", report.kit, kit_hash()))
+    return [name for name, then, now in hashes if then != now]
 
 
 def as_rows(spec: BackendSpec) -> tuple[list[dict[str, Any]], list[str]]:
@@ -108,7 +114,7 @@ def as_rows(spec: BackendSpec) -> tuple[list[dict[str, Any]], list[str]]:
 
 def of_row(spec: BackendSpec, row: Support, chip: str | None = None) -> str:
     """The standing of one row, on one chip where it is named."""
-    reports: Sequence[Report] = read_reports(spec)[0]
+    reports, _ = read_reports(spec)
     return standing(spec, row, [report for report in reports if chip is None or report.chip == chip])
 
 

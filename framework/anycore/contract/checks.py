@@ -29,7 +29,7 @@ COMPANY_TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 4e-3}
 """How far a result may move, absolutely, when batch mates or chunking change."""
 
 errors = logging.getLogger("anycore.conformance.errors")
-"""Told the dtype and error of every comparison; `anycore conformance` keeps the worst of each."""
+"""Told of every comparison: dtype, error, and its share of what is allowed. `anycore conformance` keeps the worst."""
 
 NEVER = float("nan")
 """What an earlier owner left in the cache: whoever reads it shows it."""
@@ -63,7 +63,10 @@ def close(got: Tensor, wanted: Tensor, dtype: str, what: str) -> None:
     assert bool(got.isfinite().all()), f"{what}: {int((~got.isfinite()).sum())} results are NaN or infinite"
     wrong = (got - wanted).abs() - (atol + rtol * wanted.abs())
     if got.numel() and errors.isEnabledFor(logging.DEBUG):
-        errors.debug("%s: off by %g", dtype, float((got - wanted).abs().max()))
+        off = (got - wanted).abs()
+        errors.debug(
+            "%s: off by %g, %g of what is allowed", dtype, off.max(), (off / (atol + rtol * wanted.abs())).max()
+        )
     assert bool((wrong <= 0).all()), f"{what}: off by {float((got - wanted).abs().max()):.3g}, allowed {atol:.3g}"
 
 
