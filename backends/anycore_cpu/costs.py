@@ -18,37 +18,45 @@ def workspace(shape: StepShape) -> int:
     """How far the widest moment of attention, or masks beside the MLP, go beyond `activation_bytes`."""
     counted = activation_bytes(shape)
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
-    stream = shape.element * (shape.hidden + heads + shape.kv_heads * shape.head_dim)  # residual; q, k, v
     out = shape.element * shape.heads * shape.head_dim
-    turned = (4 if shape.element == 4 else shape.element) * heads  # rotated queries and keys
-    turning = 10 * heads if shape.element < 4 else turned  # while it is done in float32
-    angles = 8 * shape.head_dim if shape.gated else 0
+    stream = shape.element * (shape.hidden + heads + shape.kv_heads * shape.head_dim)  # residual; q, k, v
+    turned = turning = angles = 0
+    if shape.gated:  # rotated queries and keys, and the same while it is done in float32
+        turned = shape.element * heads
+        turning = turned if shape.element == 4 else turned + 8 * heads
+        angles = 8 * shape.head_dim
     begun = shape.rows * (stream + angles)
     if shape.softcap:
         return begun + shape.rows * turned + reference_workspace(shape) - counted
-    gathered, mask = _paged(shape) if shape.block_size else _packed(shape)
-    making = mask // 4 * (WITH_A_WINDOW if shape.windowed else MAKING_A_MASK)
+    gathered, masks, making = _paged(shape) if shape.block_size else _packed(shape)
     moments = (
         begun + shape.rows * turning,
         begun + shape.rows * turned + making,
-        begun + shape.rows * (turned + 2 * out) + mask + gathered,
-        counted + shape.rows * angles + mask,
+        begun + shape.rows * (turned + 2 * out) + masks + gathered,
+        counted + shape.rows * angles + masks,
     )
     return max(moments) - counted
 
 
-def _paged(shape: StepShape) -> tuple[int, int]:
+Bytes = tuple[int, int, int]
+"""Gathered keys and values; masks; masks while they are made."""
+
+
+def _paged(shape: StepShape) -> Bytes:
     """Keys and values of one layer's decoding requests side by side, or of its longest prompt; masks of prompts that
-    go on where an earlier step ended.
+    go on where an earlier step ended. A window leaves out the keys before it.
     """
     tokens = min(shape.kept, shape.seqs * (shape.longest + shape.block_size)) + PADDING
-    keys = 2 * tokens * shape.kv_heads * shape.head_dim * shape.element
-    places = shape.rows * (shape.longest + shape.block_size)
-    return keys + 12 * tokens, 4 * places
+    keys = 2 * tokens * shape.kv_heads * shape.head_dim * shape.element + 12 * tokens
+    longest = shape.longest + shape.block_size
+    seen = min(longest, shape.window + shape.rows + shape.block_size) if shape.window else 0
+    making = shape.rows * max(MAKING_A_MASK * longest, 4 * longest + WITH_A_WINDOW * seen)
+    return keys, 4 * shape.rows * (longest + seen), making
 
 
-def _packed(shape: StepShape) -> tuple[int, int]:
+def _packed(shape: StepShape) -> Bytes:
     """Without a cache, requests of like length are stacked; without a window a mask has one row a request."""
     padded = shape.rows + ALIGNED * min(shape.seqs, shape.rows)
     copies = shape.element * padded * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    return copies, 4 * padded * (shape.longest + ALIGNED if shape.windowed else 1)
+    seen = shape.longest + ALIGNED if shape.window else 1
+    return copies, 4 * padded * seen, (WITH_A_WINDOW if shape.window else 4) * padded * seen

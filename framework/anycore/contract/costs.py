@@ -32,7 +32,7 @@ class StepShape:
     vocab: int  # logits a sampled row has; 0: no head is loaded
     element: int  # bytes of an activation
     gated: bool = True  # a decoder: its MLP multiplies two halves, and it keeps a residual stream
-    windowed: bool = False  # some layers see the last tokens only
+    window: int = 0  # the longest of the layers that see the last tokens only; 0: all see everything
     softcap: bool = False
     reference: bool = False  # the row of the table that was chosen is a reference row
 
@@ -41,14 +41,14 @@ def activation_bytes(shape: StepShape, rows: int | None = None) -> int:
     """The widest moment of a step, within the attention or the MLP of one layer.
 
     A decoder's layer holds its input, the residual stream, their sum and its norm, beside q, k, v and the attention
-    output or the MLP's two halves and their product. An encoder's holds its input beside q, k, v and the output, or
-    beside the MLP before and after its activation.
+    output or the MLP's two halves and their product. An encoder's holds its input, what attention made of it and the
+    norm of their sum, beside the same or the MLP before and after its activation.
     """
     attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     if shape.gated:
         width = 4 * shape.hidden + max(attention, 3 * shape.intermediate)
     else:
-        width = shape.hidden + max(attention, 2 * shape.intermediate)
+        width = 3 * shape.hidden + max(attention, 2 * shape.intermediate)
     return shape.element * width * (shape.rows if rows is None else rows)
 
 

@@ -166,7 +166,7 @@ def step_shape(spec: ModelSpec, wish: Wish, limits: Limits) -> StepShape:
         vocab=spec.vocab_size if spec.head == "lm" else 0,
         element=DTYPES[wish.dtype],
         gated=spec.family == "decoder",
-        windowed=any(spec.windows),
+        window=max((window or 0 for window in spec.windows), default=0),
         softcap=spec.softcap is not None,
         reference=wish.reference,
     )

@@ -132,7 +132,7 @@ def formulas(made: Prepared) -> dict[str, str]:
     if shape.gated:
         width = f"4 * {spec.hidden_size} + max({attention}, 3 * {spec.intermediate_size})"
     else:
-        width = f"{spec.hidden_size} + max({attention}, 2 * {spec.intermediate_size})"
+        width = f"3 * {spec.hidden_size} + max({attention}, 2 * {spec.intermediate_size})"
     exact = sum(parameter.size for parameter in counted(spec) if parameter.exact)
     weights = f"{spec.parameter_count} * {shape.element}"
     if shape.element < 4:

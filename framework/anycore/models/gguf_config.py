@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def companion(path: Path, name: str) -> Any | None:
     """Return what a model folder would hold under this name; None if the header says nothing of the kind."""
     if name not in COMPANIONS:
         return None
-    file = GgufFile(path)
+    file = header(path, path.stat().st_mtime_ns)
     if name == "config.json":
         return config_of(file)
     if name == "generation_config.json":
@@ -40,6 +41,12 @@ def companion(path: Path, name: str) -> Any | None:
         return [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
     size = file.need(f"{file.architecture}.embedding_length")
     return {"word_embedding_dimension": size, f"pooling_mode_{kind}": True}
+
+
+@lru_cache(maxsize=1)
+def header(path: Path, changed: int) -> GgufFile:
+    """The file as it was at its last change: a model is asked for several companions in a row."""
+    return GgufFile(path)
 
 
 def config_of(file: GgufFile) -> Config:
