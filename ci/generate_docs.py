@@ -240,9 +240,12 @@ def no_devices() -> plugins.Plugins:
     laptop = Probe(devices=(Device(0, "a processor", "x86"),))
     absent = Probe(reason="no device on this machine")
     found = house()
+
+    def seen(probe: Probe) -> Callable[[], Probe]:
+        return lambda: probe
+
     backends = [
-        replace(spec, evidence=None, probe=lambda seen=laptop if spec.name == "cpu" else absent: seen)
-        for spec in found.backends
+        replace(spec, evidence=None, probe=seen(laptop if spec.name == "cpu" else absent)) for spec in found.backends
     ]
     return replace(found, backends=tuple(backends))
 

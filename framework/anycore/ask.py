@@ -5,7 +5,7 @@ A question is answered by the functions that `serve` starts with, so that both s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
@@ -141,6 +141,8 @@ def check(question: Question, plugins: Plugins, model: Model) -> Report:
         ConfigError: a feature, or another word of the question, is not one.
     """
     question.config()
+    question = replace(question, features=tuple(dict.fromkeys(question.features)))
+    plugins = _probed(plugins)
     for name in question.features:
         if name not in FEATURES:
             raise ConfigError(f"there is no feature {name!r}; there are {', '.join(FEATURES)}", param="features")
@@ -176,7 +178,7 @@ def answer(question: Question, plugins: Plugins, model: Model) -> Answer:
     here = replace(here, task=task.value)
     needs = _needs(question, model, task, chip)
     # The device that is asked about, present or not, alone: what `serve` finds where it is.
-    assumed = replace(spec, probe=lambda: Probe(devices=(Device(0, "", chip or ""),)))
+    assumed = _seen(spec, Probe(devices=(Device(0, "", chip or ""),)))
     try:
         choice = choose(replace(plugins, backends=(assumed,), failures=()), lambda _: needs, spec.name)
     except (Unsupported, PluginError):
@@ -274,12 +276,30 @@ def _changes(
                 weight = 3 if other.probe().available else 6  # one that is not here is the last resort
                 yield _Change(weight, f"--backend {other.name}", {"backend": other.name, "chip": None})
     if question.chip is not None:
-        for chip in dict.fromkeys(chip for row in spec.support for chip in row.chips):
-            if chip != question.chip:
-                yield _Change(4, f"chip {chip}", {"chip": chip})
+        for chips in _alike(spec):
+            if question.chip not in chips:
+                yield _Change(4, f"chip {' or '.join(chips)}", {"chip": chips[0]})
     for task in model.tasks:
         if task.value != question.task:
             yield _Change(5, f"--task {task.value}", {"task": task.value})
+
+
+def _probed(plugins: Plugins) -> Plugins:
+    """The same plugins, looked at once: alternatives ask their backends again and again."""
+    return replace(plugins, backends=tuple(_seen(spec, spec.probe()) for spec in plugins.backends))
+
+
+def _seen(spec: BackendSpec, probe: Probe) -> BackendSpec:
+    return replace(spec, probe=lambda: probe)
+
+
+def _alike(spec: BackendSpec) -> Iterable[list[str]]:
+    """The chips that a table names, those that the same rows name together."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for chip in dict.fromkeys(chip for row in spec.support for chip in row.chips):
+        rows = tuple(number for number, row in enumerate(spec.support) if chip in row.chips)
+        groups.setdefault(rows, []).append(chip)
+    return groups.values()
 
 
 def _needs(question: Question, model: Model, task: Task, chip: str | None) -> Sequence[Need]:

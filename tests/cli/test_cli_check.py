@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from anycore import plugins
 from anycore.ask import Alternative, Question, Report, check, read
 from anycore.cli.main import main
 from anycore.config import ModelConfig
-from anycore.contract.declare import DTYPES, BackendSpec, Level, Probe, Support, Task
+from anycore.contract.declare import DTYPES, FEATURES, BackendSpec, Level, Probe, Support, Task
 from anycore.engine.launch import prepare
 from anycore.errors import AnycoreError, ConfigError
 from anycore.plugins import Plugins
@@ -86,7 +87,9 @@ def test_h08_a_chip_that_is_not_here_is_answered_for(capsys: pytest.CaptureFixtu
     code, report = asked(capsys, bert, "--task", "rerank", "--backend", "ascend", "--chip", "310P")
     assert code == 3
     assert "310P" in report["answers"][0]["reasons"][0][1]
-    assert {"chip 910B", "--backend cuda"} <= {c for a in report["answers"][0]["alternatives"] for c in a["changes"]}
+    assert {"chip 910B or 910C", "--backend cuda"} <= {
+        c for a in report["answers"][0]["alternatives"] for c in a["changes"]
+    }
 
 
 QUESTIONS = [
@@ -286,3 +289,17 @@ def test_matrix_of_a_model(bert: str, capsys: pytest.CaptureFixture[str]) -> Non
         assert row["level"] != "unsupported"
     with pytest.raises(ConfigError):
         ask(Question(bert, features=("nothing",)))
+
+
+def test_a_question_with_everything_wrong_is_answered_soon(llama: str) -> None:
+    """Probes may take seconds, and run once; the search for alternatives asks some hundred questions."""
+    loaded = plugins.load(environ={"ANYCORE_PLUGINS": ""})
+    probes = []
+    counted = [replace(spec, probe=lambda s=spec: probes.append(s.name) or s.probe()) for spec in loaded.backends]
+    features = tuple(FEATURES) * 50
+    question = Question(llama, task="embed", quantization="int8", features=features, max_model_len=10**9, chip="none")
+    before = time.process_time()
+    report = ask(question, replace(loaded, backends=tuple(counted)))
+    assert time.process_time() - before < 2
+    assert not report.supported
+    assert sorted(probes) == sorted(spec.name for spec in loaded.backends)
