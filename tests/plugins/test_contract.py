@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,24 @@ def test_a_fault_of_its_own_is_not_called_too_new(site: Path) -> None:
     install(site, "broken-device", "1.0", "broken", "broken_by_itself", "import no_such_library")
     (failure,) = plugins.load(environ={}).failures
     assert failure.advice == "Repair or upgrade broken-device, or leave it out with ANYCORE_PLUGINS."
+
+
+HOOK = """
+from anycore import hookimpl
+from anycore.contract.declare import BackendSpec
+@hookimpl
+def register_backends():
+    return [BackendSpec("odd", (2, 0), (), probe=None, open=None)]
+"""
+
+
+def test_the_messages_of_the_page_are_what_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "writing-a-backend.md").read_text()
+    shown = re.findall(r"^plugin odd .*$", page, re.MULTILINE)
+    assert len(shown) == 2
+    for number, code in enumerate((HOOK, NEWER["a field"][0])):
+        folder = install(tmp_path / str(number), "odd-device", "3.1", "odd", f"odd_{number}", code)
+        monkeypatch.syspath_prepend(folder)
+        entries = [entry for found in distributions(path=[str(folder)]) for entry in found.entry_points]
+        (failure,) = plugins.load(entries, environ={}).failures
+        assert str(failure) == shown[number]
