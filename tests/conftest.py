@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Kernels are interpreted where there is no GPU; triton reads this when it is first imported.
@@ -49,3 +51,15 @@ def t_qemb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def t_qrr(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.tiny_reranker(tmp_path_factory.mktemp("t-qrr"))
+
+
+@pytest.fixture(autouse=True)
+def log_handlers() -> Iterator[None]:
+    """Commands that run within a test write their log to what is standard error then: it goes when the test ends."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler and handler not in before:
+            root.removeHandler(handler)
+    root.setLevel(level)
