@@ -155,8 +155,8 @@ class Backend:
     def load_model(self, files: ModelFiles) -> Forward | None:
         """Load a model that this backend runs as a whole. Default: None, and it is built of `ops`.
 
-        Asked for models that are computed in one piece, without a KV cache. Pooling, scoring and what else follows
-        stay with anycore.
+        Asked for bidirectional models, which are computed in one piece and keep no cache. Pooling, scores and what
+        else follows stay with anycore.
         """
         return None
 

@@ -10,6 +10,7 @@ import torch
 from anycore.contract.backend import Backend, Limits, Memory, StepFn, StepOutput
 from anycore.contract.batch import Batch, Sampling
 from anycore.contract.ops import Ops
+from anycore.errors import PluginError
 from anycore_echo import Script
 
 
@@ -29,6 +30,8 @@ class EchoMemory(Memory):
 
 class Echo(Backend):
     def __init__(self, script: Script, index: int) -> None:
+        if not 0 <= index < script.devices:
+            raise PluginError(f"the {script.name} backend has {script.devices} devices, and no {index}", param="device")
         if script.failure == "open":
             raise RuntimeError(f"echo: device {index} does not answer")
         self.name = script.name
