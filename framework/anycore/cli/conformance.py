@@ -74,7 +74,8 @@ def collect(backend: str, tally: Tally) -> int:
     from anycore.contract.suite import TestBackend
 
     TestBackend.backend = backend
-    words = ["--pyargs", "anycore.contract.suite", "-c", os.devnull, "-p", "no:cacheprovider", "-q", "--tb=short"]
+    words = ["--pyargs", "anycore.contract.suite", "-c", os.devnull, "-q", "--tb=short"]
+    words += ["-p", "no:cacheprovider", "-p", "no:logging"]
     log = logging.getLogger("anycore.conformance.errors")
     level, log.propagate = log.level, False
     log.setLevel(logging.DEBUG)
