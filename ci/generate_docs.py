@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from enum import Enum
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import msgspec
 
-from anycore import ask, hookspecs, plugins
+from anycore import hookspecs, plugins
+from anycore.answers import Model, Question
+from anycore.ask import check as ask
 from anycore.cli import check
 from anycore.cli import main as command
 from anycore.config import ENVIRONMENT, ServerConfig
@@ -195,9 +200,9 @@ def bge_m3(chip: str) -> Callable[[], str]:
 
     def part() -> str:
         source = BgeM3("BAAI/bge-m3", ROOT)
-        question = ask.Question(source.name, task="rerank", backend="ascend", chip=chip)
+        question = Question(source.name, task="rerank", backend="ascend", chip=chip)
         with tempfile.TemporaryDirectory() as empty, patch.dict(os.environ, {"ANYCORE_CACHE": empty}):
-            report = ask.check(question, no_devices(), ask.Model(source, read_spec(source)))
+            report = ask(question, no_devices(), Model(source, read_spec(source)))
         command = f"anycore check {source.name} --task rerank --backend ascend --chip {chip}"
         output = "\n".join(check.text(report))
         return f"```sh\n{command}\n```\n\n```text\n{output}\n```"
@@ -284,6 +289,46 @@ class Sample(Source):
         return None
 
 
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 500000.0,
+}  # fmt: skip
+BGE_M3 = {
+    "architectures": ["XLMRobertaModel"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "vocab_size": 250002, "max_position_embeddings": 8194, "layer_norm_eps": 1e-5,
+    "hidden_act": "gelu", "type_vocab_size": 1, "pad_token_id": 1, "torch_dtype": "float32",
+}  # fmt: skip
+SHOWN = {"Llama-3.1-8B": LLAMA_8B, "bge-m3": BGE_M3}
+"""What plans are shown for: the numbers that these models' config.json files carry."""
+
+
+def planned(words: str) -> Callable[[], str]:
+    """What `anycore plan` prints, for models of which there is nothing but a config.json."""
+
+    def part() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, config in SHOWN.items():
+                (Path(folder) / name).mkdir()
+                (Path(folder) / name / "config.json").write_text(json.dumps(config))
+            line = [str(Path(folder) / word) if word in SHOWN else word for word in words.split()]
+            with redirect_stdout(StringIO()) as printed:
+                code = command.main(["plan", *line])
+            text = printed.getvalue().replace(f"{folder}/", "").rstrip()
+        return f"```console\n$ anycore plan {words}\n{text}\n$ echo $?\n{code}\n```"
+
+    return part
+
+
+def known_devices() -> str:
+    rows = [
+        (f"`{device.name}`", spec.name, f"`{device.chip}`", f"{(device.memory or 0) / 2**30:.1f} GiB")
+        for spec in house().backends
+        for device in spec.known
+    ]
+    return table(("device", "backend", "chip", "memory"), rows)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "commands": commands,
     "model-flags": flags("serve", "model"),
@@ -306,6 +351,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "bge-m3-310p": bge_m3("310P"),
     "ascend-versions": ascend_versions,
     "architectures": architectures,
+    "known-devices": known_devices,
+    "plan-users": planned("Llama-3.1-8B --device 4090 --context 8192"),
+    "plan-too-many": planned("Llama-3.1-8B --device 4090 --context 8192 --concurrency 16"),
+    "plan-encoder": planned("bge-m3 --device 910b --dtype float16"),
+    "plan-shared": planned("Llama-3.1-8B bge-m3 --device a100-80gb --dtype bfloat16"),
 }
 
 # --- Markdown ----------------------------------------------------------------------------------------------------

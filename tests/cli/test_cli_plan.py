@@ -120,6 +120,12 @@ def test_three_settings_fit_as_they_are_printed(capsys: pytest.CaptureFixture[st
             assert again["used"] == one["used"]
 
 
+def test_throughput_leaves_the_cache_its_room(capsys: pytest.CaptureFixture[str], llama: str) -> None:
+    _, found = plan(capsys, llama, "--device", "4090", "--context", "8192")
+    one = found["settings"]["throughput"]
+    assert one["cache_tokens"] * found["bytes_per_token"] > (one["used"] - found["terms"]["weights"]) // 2 - (1 << 22)
+
+
 def test_most_at_once_is_the_most(capsys: pytest.CaptureFixture[str], llama: str) -> None:
     words = [llama, "--device", "4090", "--context", "8192"]
     _, found = plan(capsys, *words)

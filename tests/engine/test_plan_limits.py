@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 MIB = 1 << 20
-ROUNDS = 6  # per seed
+ROUNDS = 8  # per seed
 
 SCRIPT = """
 import sys
@@ -31,11 +31,11 @@ under_limit(sys.argv[1])
 def settings_of(rng: random.Random) -> dict[str, Any]:
     """Anything a user might write, much of which cannot be served."""
     return {
-        "device": rng.randint(70, 260) * MIB,
+        "device": rng.randint(90, 300) * MIB,
         "dtype": rng.choice(["float32", "bfloat16"]),
         "memory_utilization": rng.choice([None, 0.5, 0.9, 1.0]),
-        "kv_cache_memory": rng.choice([None, None, rng.randint(1, 128) * MIB]),
-        "max_model_len": rng.choice([None, rng.randint(16, 2048)]),
+        "kv_cache_memory": rng.choice([None, None, rng.randint(1, 48) * MIB]),
+        "max_model_len": rng.choice([None, rng.randint(16, 512)]),
         "max_num_seqs": rng.choice([None, rng.randint(1, 64)]),
         "max_num_batched_tokens": rng.choice([None, rng.randint(16, 4096)]),
         "block_size": rng.choice([None, 1, 16, 128]),
@@ -106,7 +106,7 @@ def test_what_is_accepted_never_runs_out_of_memory(t_lm: Path, seed: int) -> Non
     answers = run(t_lm, every)
     for settings, answer in zip(every, answers, strict=True):
         assert answer.startswith(("served", "refused")), (settings, answer)
-    assert "served" in answers
+    assert answers.count("served") > ROUNDS // 3
 
 
 @pytest.mark.slow

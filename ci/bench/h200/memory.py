@@ -63,16 +63,21 @@ def plan(folder: str) -> None:
         torch.cuda.reset_peak_memory_stats()
         drain(engine, [asked(i, p, min(n, 300), more) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))])
         marks[name] = torch.cuda.max_memory_allocated() - base
-    working = planned["activations"] + planned["logits"]
+    working = planned["activations"] + planned["logits"] + planned["workspace"]
     total = planned["weights"] + planned["kv_cache"] + working
     free, card = torch.cuda.mem_get_info()
     outside = card - free - torch.cuda.memory_reserved()
     errors = {name: (base + marks[name]) / total - 1 for name in ("warm_up", "batch", "filtered", "penalised")}
+    inside = planned["used"] - planned["runtime"]
     tell(
-        memory=Path(folder).name, planned=planned, measured=marks, planned_working=working,
-        budget_left=planned["budget"] - total, reserved=torch.cuda.memory_reserved(), outside_torch=outside,
+        memory=Path(folder).name, planned=planned, measured={**marks, **engine.card["memory_measured"]},
+        planned_working=working, budget_left=planned["budget"] - total,
+        reserved=torch.cuda.memory_reserved(), reserved_of_planned=round(torch.cuda.memory_reserved() / inside, 4),
+        outside_torch=outside, planned_runtime=planned["runtime"],
         errors={name: round(error, 4) for name, error in errors.items()},
     )  # fmt: skip
+    assert torch.cuda.memory_reserved() <= inside, "torch has reserved more than was planned: graphs or workspace"
+    assert outside <= planned["runtime"] + planned["margin"], "more is taken outside torch than the plan's runtime"
     assert all(abs(error) <= TOLERANCE for error in errors.values()), f"the plan is off by {errors}"
 
 

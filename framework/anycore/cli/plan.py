@@ -169,8 +169,11 @@ def knob(name: str, cost: dict[str, int]) -> tuple[str, str, str]:
 
 
 def setting(name: str, one: dict[str, Any]) -> tuple[str, str, str]:
-    cache = f", {one['cache_tokens']} tokens of cache" if one["cache_tokens"] else ""
-    return name, size(one["used"]), f"{one['flags']} (inputs up to {one['max_model_len']} tokens{cache})"
+    length = one["max_model_len"]
+    if not one["cache_tokens"]:
+        return name, size(one["used"]), f"{one['flags']} (inputs up to {length} tokens)"
+    count = min(one["max_num_seqs"], one["cache_tokens"] // length)
+    return name, size(one["used"]), f"{one['flags']} ({one['cache_tokens']} tokens of cache, {count} x {length})"
 
 
 def columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:

@@ -216,14 +216,16 @@ def profiles(asked: Asked) -> dict[str, tuple[dict[str, int], Prepared]]:
         if not base.wish.paged:
             rows = max(rows, base.plan.limits.max_model_len)
         wanted = {"max_num_seqs": seqs or base.plan.limits.max_num_seqs, "max_num_batched_tokens": rows}
-        made = _shrunk(asked, wanted)
+        made = _shrunk(asked, wanted, roomy=name == "throughput") or _shrunk(asked, wanted, roomy=False)
         if made is not None:
             found[name] = made
     return found
 
 
-def _shrunk(asked: Asked, wanted: dict[str, int]) -> tuple[dict[str, int], Prepared] | None:
-    """The settings, halved until they fit; the longest sequence is the user's or the model's wherever it can be."""
+def _shrunk(asked: Asked, wanted: dict[str, int], roomy: bool) -> tuple[dict[str, int], Prepared] | None:
+    """The settings, halved until they fit; `roomy`: with a cache no smaller than the working memory, since large steps
+    are worth nothing without sequences to fill them.
+    """
     given = {name: getattr(asked.config, name) for name in wanted}
     floor = asked.concurrency or 1
     while True:
@@ -231,12 +233,16 @@ def _shrunk(asked: Asked, wanted: dict[str, int]) -> tuple[dict[str, int], Prepa
         flags["max_num_seqs"] = max(floor, min(flags["max_num_seqs"], flags["max_num_batched_tokens"]))
         flags["max_num_batched_tokens"] = max(flags.values())
         try:
-            return {name: value for name, value in flags.items() if given[name] is None}, asked.fit(**flags)
+            made = asked.fit(**flags)
+            assert made.plan is not None
+            if not (roomy and made.wish.paged and made.plan.kv < made.plan.working.total):
+                return {name: value for name, value in flags.items() if given[name] is None}, made
         except ConfigError:  # DoesNotFit is one, and rows below what cannot be split
-            smaller = {name: max(1, value // 2) for name, value in wanted.items()}
-            if smaller == wanted:
-                return None
-            wanted = smaller
+            pass
+        smaller = {name: max(1, value // 2) for name, value in wanted.items()}
+        if smaller == wanted:
+            return None
+        wanted = smaller
 
 
 # --- what does not fit ------------------------------------------------------------------------------------------------
