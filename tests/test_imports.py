@@ -25,8 +25,8 @@ BENCH = "bench"
 COMMON = {"errors", "config", "__init__"}
 LOADING = {"plugins", "choose", "guard", "capabilities", "evidence"}
 ALLOWED = {
-    CLI: {BENCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", *COMMON, *LOADING},
-    SERVER: {TEXT, ENGINE, MODELS, CONTRACT, "ask", *COMMON, *LOADING},
+    CLI: {BENCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
+    SERVER: {TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
     LLM: {TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     ENGINE: {MODELS, CONTRACT, *COMMON, *LOADING},
     MODELS: {CONTRACT, *COMMON},
@@ -35,7 +35,8 @@ ALLOWED = {
     TEXT: {"models.spec", "models.source", "models.gguf", "engine.request", *COMMON},
     "plugins": {"hookspecs", "guard", CONTRACT, *COMMON},
     "choose": {"guard", CONTRACT, *COMMON},
-    "ask": {ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
+    "ask": {"answers", ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
+    "answers": {ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     "capabilities": {"evidence", CONTRACT, *COMMON},
     "evidence": {CONTRACT, *COMMON},
     "guard": {CONTRACT},
@@ -58,7 +59,7 @@ FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec"}  # 
 
 # Modules that must answer without torch, directly and through what they import at their top level.
 LIGHT = ("contract.declare", "contract.host", "config", "errors", "guard", "choose", "plugins", "capabilities",
-         "ask", "evidence", "engine.launch", "models.spec", "models.source", "models.catalog",
+         "ask", "answers", "evidence", "engine.launch", "models.spec", "models.source", "models.catalog",
          "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.check", "cli.dry_run", "cli.doctor", "cli.serve",
          "cli.bench_serve", "server.run")  # fmt: skip
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "uvicorn"}

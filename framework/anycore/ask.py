@@ -1,104 +1,27 @@
 """Will this model run, on which backend, and if not, what is the least that has to change? From small files alone.
 
-A question is answered by the functions that `serve` starts with, so that both say the same. No torch here.
+`answers.py` asks one backend; here all are asked, and the nearest questions that get a yes are looked for. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import msgspec
 
-from anycore import evidence
-from anycore.choose import choose
-from anycore.config import ModelConfig
-from anycore.contract.declare import (
-    DTYPES,
-    FEATURES,
-    BackendSpec,
-    Device,
-    Need,
-    Probe,
-    Support,
-    Task,
-    describe,
-    mismatches,
-    refusals,
-)
-from anycore.engine.launch import needs_of, prefer_native, task_of
-from anycore.engine.tasks import check_length
-from anycore.errors import ConfigError, PluginError, TaskNotSupported, Unsupported
-from anycore.models.source import Progress, Source, locate
-from anycore.models.spec import ModelSpec, read_spec
+from anycore.answers import Alternative, Answer, Model, Question, answer, needs_on, read, seen_as
+from anycore.contract.declare import DTYPES, FEATURES, BackendSpec, Task, mismatches
+from anycore.engine.launch import task_of
+from anycore.errors import ConfigError, Unsupported
+from anycore.models.spec import ModelSpec
 from anycore.plugins import Plugins
 
 MOST_CHANGES = 3
 MOST_ALTERNATIVES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked. The defaults are those of `serve`."""
-
-    model: str
-    task: str = "auto"
-    backend: str | None = None  # None: every backend
-    chip: str | None = None  # None: that of the device here, or any where there is none
-    dtype: str = "auto"
-    quantization: str | None = None
-    features: tuple[str, ...] = ()  # beyond what the model itself needs
-    max_model_len: int | None = None
-    prefix_caching: bool = True
-    revision: str | None = None
-
-    def config(self) -> ModelConfig:
-        """The settings that `serve` would get."""
-        return ModelConfig(
-            model=self.model,
-            task=self.task,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            enable_prefix_caching=self.prefix_caching,
-            revision=self.revision,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A question that gets a yes, and how it differs from the one that was asked."""
-
-    changes: tuple[str, ...]
-    backend: str
-    level: str
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What one backend says."""
-
-    backend: str
-    supported: bool
-    device: str | None  # the device here that it is about; None: an assumed one
-    absent: str = ""  # why there is no device here
-    task: str = ""
-    dtype: str = ""
-    level: str = ""
-    evidence: str = ""
-    row: Support | None = None  # the row in force
-    reasons: tuple[tuple[str, str], ...] = ()  # of a no: each row with its first mismatch, the nearest row first
-    alternatives: tuple[Alternative, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model as far as its small files tell; `refusal` where they say that no backend can compute it."""
-
-    source: Source
-    spec: ModelSpec | None
-    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +43,6 @@ class Report:
         return data
 
 
-def read(question: Question, plugins: Plugins, progress: Progress | None = None) -> Model:
-    """Read what describes a model; its weights are not fetched.
-
-    Raises:
-        SourceError, ConfigError: it cannot be found, or its files contradict themselves.
-    """
-    source = locate(question.model, revision=question.revision, weights=False, progress=progress)
-    try:
-        return Model(source, read_spec(source, plugins.architectures()))
-    except Unsupported as error:
-        return Model(source, None, error.message)
-
-
 def check(question: Question, plugins: Plugins, model: Model) -> Report:
     """Ask the backend that the question names, or every one.
 
@@ -150,49 +60,15 @@ def check(question: Question, plugins: Plugins, model: Model) -> Report:
     asked = [plugins.backend(question.backend)] if question.backend is not None else list(plugins.backends)
     answers = []
     for spec in asked:
-        found = answer(replace(question, backend=spec.name), plugins, model)
+        own = replace(question, backend=spec.name)
+        found = answer(own, plugins, model)
         if not found.supported and model.spec is not None:
-            found = replace(found, alternatives=tuple(alternatives(question, spec, plugins, model, named)))
+            found = replace(found, alternatives=tuple(alternatives(own, plugins, model, elsewhere=named)))
         answers.append(found)
-    spec_of = model.spec
-    tasks = tuple(task.value for task in spec_of.tasks) if spec_of else ()
-    return Report(question, spec_of.architecture if spec_of else None, tasks, tuple(answers))
-
-
-def answer(question: Question, plugins: Plugins, model: Model) -> Answer:
-    """Ask the one backend that the question names."""
-    spec = plugins.backend(question.backend or "auto")
-    probe = spec.probe()
-    device = next((d for d in probe.devices if question.chip in (None, d.chip)), None)
-    absent = "" if device else _absence(question, probe)
-    here = Answer(spec.name, False, f"{device.name} (chip {device.chip})" if device else None, absent)
     if model.spec is None:
-        return replace(here, reasons=(("model", model.refusal),))
-    try:
-        if question.max_model_len is not None:
-            check_length(question.max_model_len, model.spec)
-        task = task_of(question.config(), model.spec)
-    except (ConfigError, TaskNotSupported) as error:
-        return replace(here, reasons=(("model", error.message),))
-    chip = device.chip if device else question.chip
-    here = replace(here, task=task.value)
-    needs = _needs(question, model, task, chip)
-    # The device that is asked about, present or not, alone: what `serve` finds where it is.
-    assumed = _seen(spec, Probe(devices=(Device(0, "", chip or ""),)))
-    try:
-        choice = choose(replace(plugins, backends=(assumed,), failures=()), lambda _: needs, spec.name)
-    except (Unsupported, PluginError):
-        return replace(here, dtype=needs[0].weights, reasons=tuple(refusals(spec.support, needs[0])))
-    choice = prefer_native(choice, lambda _: needs)
-    row = choice.support
-    return replace(
-        here,
-        supported=True,
-        dtype=choice.need.weights,
-        level=row.level.value,
-        evidence=evidence.of_row(spec, row, chip),
-        row=row,
-    )
+        return Report(question, None, (), tuple(answers))
+    tasks = tuple(task.value for task in model.spec.tasks)
+    return Report(question, model.spec.architecture, tasks, tuple(answers))
 
 
 def covered_rows(question: Question, plugins: Plugins) -> dict[str, set[int]]:
@@ -202,7 +78,7 @@ def covered_rows(question: Question, plugins: Plugins) -> dict[str, set[int]]:
         raise Unsupported(model.refusal, param="model")
     tasks = model.spec.tasks if question.task == "auto" else (task_of(question.config(), model.spec),)
     kinds = [replace(question, task=task.value, dtype=dtype) for task in tasks for dtype in DTYPES]
-    needs = [need for kind in kinds for need in _needs(kind, model, Task(kind.task), None)]
+    needs = [need for kind in kinds for need in needs_on(kind, model, Task(kind.task), None)]
     return {
         spec.name: {
             number for number, row in enumerate(spec.support) if any(not mismatches(row, need) for need in needs)
@@ -211,27 +87,22 @@ def covered_rows(question: Question, plugins: Plugins) -> dict[str, set[int]]:
     }
 
 
-def alternatives(
-    question: Question, spec: BackendSpec, plugins: Plugins, model: Model, elsewhere: bool
-) -> Iterator[Alternative]:
+def alternatives(question: Question, plugins: Plugins, model: Model, elsewhere: bool) -> Iterator[Alternative]:
     """Yield the nearest questions that get a yes, the fewest and lightest changes first; each is asked, not assumed.
 
-    `elsewhere` lets the backend change, too.
+    The question names its backend; `elsewhere` lets that change, too.
     """
     assert model.spec is not None
-    single = list(_changes(replace(question, backend=spec.name), spec, plugins, model.spec, elsewhere))
+    single = list(_changes(question, plugins, model.spec, elsewhere))
     enough: list[set[str]] = []
     for count in range(1, MOST_CHANGES + 1):
-        ranked = sorted(combinations(single, count), key=lambda chosen: sum(change.weight for change in chosen))
-        for chosen in ranked:
+        for chosen in sorted(combinations(single, count), key=lambda changes: sum(c.weight for c in changes)):
             words = {change.words for change in chosen}
-            fields = [name for change in chosen for name in change.values]
-            if len(set(fields)) < len(fields) or any(less <= words for less in enough):
+            if len({change.field for change in chosen}) < count or any(less <= words for less in enough):
                 continue
-            other = replace(question, backend=spec.name)
+            other = question
             for change in chosen:
-                # Features are left out one by one; everything else is set.
-                other = replace(other, **change.applied(other))
+                other = change.apply(other)
             found = answer(other, plugins, model)
             if found.supported:
                 enough.append(words)
@@ -242,55 +113,52 @@ def alternatives(
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One difference from a question. `values` maps fields to values; a feature "-NAME" is one to do without."""
+    """One difference from a question; of changes of the same field only one is made at a time."""
 
     weight: int
     words: str
-    values: dict[str, Any]
-
-    def applied(self, question: Question) -> dict[str, Any]:
-        kept = {name: value for name, value in self.values.items() if not name.startswith("-")}
-        left = tuple(name for name in question.features if f"-{name}" not in self.values)
-        return {**kept, "features": left}
+    field: str
+    apply: Callable[[Question], Question]
 
 
-def _changes(
-    question: Question, spec: BackendSpec, plugins: Plugins, model: ModelSpec, elsewhere: bool
-) -> Iterator[_Change]:
+def _set(weight: int, words: str, **values: Any) -> _Change:
+    return _Change(weight, words, next(iter(values)), lambda question: replace(question, **values))
+
+
+def _without(feature: str, question: Question) -> Question:
+    return replace(question, features=tuple(name for name in question.features if name != feature))
+
+
+def _changes(question: Question, plugins: Plugins, model: ModelSpec, elsewhere: bool) -> Iterator[_Change]:
     """Every single change, each with how much it matters to whoever asked."""
+    spec = plugins.backend(question.backend or "auto")
     if question.quantization is not None:
-        yield _Change(1, "no --quantization", {"quantization": None})
+        yield _set(1, "no --quantization", quantization=None)
     else:
-        for dtype in DTYPES:
-            if dtype != question.dtype:
-                yield _Change(1, f"--dtype {dtype}", {"dtype": dtype})
+        yield from (_set(1, f"--dtype {dtype}", dtype=dtype) for dtype in DTYPES if dtype != question.dtype)
     if question.max_model_len is not None and question.max_model_len > model.max_positions:
-        yield _Change(1, f"--max-model-len {model.max_positions}", {"max_model_len": model.max_positions})
+        yield _set(1, f"--max-model-len {model.max_positions}", max_model_len=model.max_positions)
     for name in question.features:
-        yield _Change(2, f"without {name}", {f"-{name}": None})
+        yield _Change(2, f"without {name}", name, partial(_without, name))
     if question.prefix_caching:
-        yield _Change(2, "--no-enable-prefix-caching", {"prefix_caching": False})
+        yield _set(2, "--no-enable-prefix-caching", prefix_caching=False)
     if elsewhere:
         for other in plugins.backends:
             if other is not spec:
                 weight = 3 if other.probe().available else 6  # one that is not here is the last resort
-                yield _Change(weight, f"--backend {other.name}", {"backend": other.name, "chip": None})
+                yield _set(weight, f"--backend {other.name}", backend=other.name, chip=None)
     if question.chip is not None:
         for chips in _alike(spec):
             if question.chip not in chips:
-                yield _Change(4, f"chip {' or '.join(chips)}", {"chip": chips[0]})
+                yield _set(4, f"chip {' or '.join(chips)}", chip=chips[0])
     for task in model.tasks:
         if task.value != question.task:
-            yield _Change(5, f"--task {task.value}", {"task": task.value})
+            yield _set(5, f"--task {task.value}", task=task.value)
 
 
 def _probed(plugins: Plugins) -> Plugins:
     """The same plugins, looked at once: alternatives ask their backends again and again."""
-    return replace(plugins, backends=tuple(_seen(spec, spec.probe()) for spec in plugins.backends))
-
-
-def _seen(spec: BackendSpec, probe: Probe) -> BackendSpec:
-    return replace(spec, probe=lambda: probe)
+    return replace(plugins, backends=tuple(seen_as(spec, spec.probe()) for spec in plugins.backends))
 
 
 def _alike(spec: BackendSpec) -> Iterable[list[str]]:
@@ -300,36 +168,3 @@ def _alike(spec: BackendSpec) -> Iterable[list[str]]:
         rows = tuple(number for number, row in enumerate(spec.support) if chip in row.chips)
         groups.setdefault(rows, []).append(chip)
     return groups.values()
-
-
-def _needs(question: Question, model: Model, task: Task, chip: str | None) -> Sequence[Need]:
-    """What is asked of a backend's table, best data type first."""
-    assert model.spec is not None
-    wanted = needs_of(question.config(), model.source, model.spec.for_task(task), task)(Device(0, "", chip or ""))
-    needs = [wanted] if isinstance(wanted, Need) else list(wanted)
-    features = {need: tuple(dict.fromkeys((*need.features, *question.features))) for need in needs}
-    needs = [replace(need, chip=chip, features=features[need]) for need in needs]
-    if question.quantization is not None:
-        needs = [replace(needs[0], weights=question.quantization)]
-    return needs
-
-
-def _absence(question: Question, probe: Probe) -> str:
-    """Why the answer is about an assumed device."""
-    if not probe.devices:
-        return probe.reason or "no device found"
-    seen = ", ".join(dict.fromkeys(device.chip for device in probe.devices))
-    return f"chip {question.chip} asked about, chips here: {seen}"
-
-
-def sentence(found: Answer) -> str:
-    """Say an answer in a line."""
-    where = f" on {found.device}" if found.device else ""
-    if not found.supported:
-        return f"{found.backend}: no{where}"
-    assert found.row is not None
-    chips = f", chips {', '.join(found.row.chips)}" if found.row.chips and not found.device else ""
-    return (
-        f"{found.backend}: yes{where}: {found.task} in {found.dtype}, {found.level} "
-        f"(row {describe(found.row)}{chips}), {found.evidence}"
-    )

@@ -18,7 +18,8 @@ from anycore_echo import spec as echo
 from tiny_gguf import write_gguf
 
 from anycore import plugins
-from anycore.ask import Alternative, Question, Report, check, read
+from anycore.answers import Alternative, Question, read
+from anycore.ask import Report, check
 from anycore.cli.main import main
 from anycore.config import ModelConfig
 from anycore.contract.declare import DTYPES, FEATURES, BackendSpec, Level, Probe, Support, Task

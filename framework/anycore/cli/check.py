@@ -12,7 +12,8 @@ import json
 from dataclasses import fields
 
 from anycore import plugins
-from anycore.ask import Question, Report, check, read, sentence
+from anycore.answers import Question, read, sentence
+from anycore.ask import Report, check
 from anycore.cli.flags import Parser, add_flags
 from anycore.cli.settings import given
 from anycore.config import ModelConfig

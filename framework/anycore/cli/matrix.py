@@ -12,7 +12,9 @@ import json
 import sys
 from typing import Any
 
-from anycore import ask, plugins
+from anycore import plugins
+from anycore.answers import Question
+from anycore.ask import covered_rows
 from anycore.capabilities import capabilities
 from anycore.cli.flags import Parser
 from anycore.contract.declare import Task
@@ -54,7 +56,7 @@ def narrowed(report: dict[str, Any], options: argparse.Namespace, loaded: plugin
         report["backends"] = [backend for backend in report["backends"] if backend["name"] == name]
     covered = None
     if options.model is not None:
-        covered = ask.covered_rows(ask.Question(options.model, task=options.task or "auto"), loaded)
+        covered = covered_rows(Question(options.model, task=options.task or "auto"), loaded)
     for backend in report["backends"]:
         backend["support"] = [
             row

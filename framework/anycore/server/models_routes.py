@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
-from anycore import ask
+from anycore.answers import Model, Question
+from anycore.ask import check
 from anycore.capabilities import capabilities as describe
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest, ConfigError, ModelNotFound, Unavailable
@@ -54,7 +55,7 @@ async def capabilities(
         served = _named(state, model)
         source, spec = served.source, served.spec
         assert source is not None  # read with the spec
-        question = ask.Question(
+        question = Question(
             model,
             task=task.value if task else "auto",
             backend=backend,
@@ -65,7 +66,7 @@ async def capabilities(
             max_model_len=max_model_len,
         )
         try:
-            found = await asyncio.to_thread(ask.check, question, plugins, ask.Model(source, spec))
+            found = await asyncio.to_thread(check, question, plugins, Model(source, spec))
         except ConfigError as error:
             raise BadRequest(error.message, param=error.param) from error
         report["check"] = found.as_dict()
