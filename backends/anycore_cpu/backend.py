@@ -8,9 +8,10 @@ import torch
 
 from anycore.contract.backend import Backend
 from anycore.errors import PluginError
+from anycore_cpu.kernels.library import load_best
 from anycore_cpu.memory import CpuMemory
 from anycore_cpu.ops import CpuOps
-from anycore_cpu.probe import usable_cores
+from anycore_cpu.probe import processor_flags, usable_cores
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's numbers, from glibc's malloc.h
 
@@ -25,7 +26,8 @@ class CpuBackend(Backend):
         # torch knows OMP_NUM_THREADS and the affinity mask, but not a container's quota.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         keep_freed_memory()
-        super().__init__(torch.device("cpu"), CpuMemory(), CpuOps())
+        kernels = load_best(processor_flags(), torch.get_num_threads())
+        super().__init__(torch.device("cpu"), CpuMemory(), CpuOps(kernels))
 
 
 def keep_freed_memory() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from anycore.contract.declare import Device, Probe
 from anycore.contract.host import core_quota, memory_total
+from anycore_cpu.kernels import build
 
 CHIPS = {
     "x86-amx-bf16": ("amx_bf16",),
@@ -30,7 +31,8 @@ def probe() -> Probe:
     """Return the one device there always is, or the text of what went wrong while looking."""
     try:
         device = Device(index=0, name=processor_name(), chip=chip(), memory=memory_total())
-        return Probe(devices=(device,), versions={"torch": metadata.version("torch"), "cores": str(usable_cores())})
+        versions = {"torch": metadata.version("torch"), "cores": str(usable_cores())}
+        return Probe(devices=(device,), versions=versions | {"kernels": build.describe(processor_flags())})
     except metadata.PackageNotFoundError:
         return Probe(reason="torch is not installed", advice="pip install torch")
     except Exception as error:

@@ -1,0 +1,111 @@
+"""The kernels as functions of tensors: ctypes on their addresses, nothing of torch's own interface."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from anycore.errors import ConfigError
+from anycore_cpu.kernels import build
+
+log = logging.getLogger(__name__)
+
+ADDRESS, LONG, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, ...]]] = {
+    "anycore_prepare": (INT, ()),
+    "anycore_threads": (None, (INT,)),
+    "anycore_packed_size": (LONG, (LONG, LONG)),
+    "anycore_pack": (None, (ADDRESS, LONG, LONG, LONG, ADDRESS)),
+    "anycore_linear": (None, (ADDRESS, LONG, LONG, ADDRESS, LONG, LONG, ADDRESS, ADDRESS, INT)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A bfloat16 matrix [outputs, inputs] in panels that the kernels read from end to end."""
+
+    data: Tensor
+    outputs: int
+    inputs: int
+
+
+class Kernels:
+    """One level's library, loaded."""
+
+    def __init__(self, path: Path, level: str, threads: int) -> None:
+        """Raises NoKernels where the system refuses it."""
+        try:
+            self._library = ctypes.CDLL(str(path))
+            for name, (result, arguments) in SIGNATURES.items():
+                function = getattr(self._library, name)
+                function.restype, function.argtypes = result, arguments
+        except (OSError, AttributeError) as error:
+            raise build.NoKernels(f"{path} cannot be loaded: {error}") from error
+        if self._library.anycore_prepare() != 0:
+            raise build.NoKernels(f"the operating system does not let this process use level {level}")
+        self.level = level
+        self._library.anycore_threads(threads)
+
+    def pack(self, weight: Tensor) -> PackedMatrix:
+        """[outputs, inputs] bfloat16 → the same numbers in panels."""
+        outputs, inputs = weight.shape
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        data = torch.empty(self._library.anycore_packed_size(outputs, inputs), dtype=torch.bfloat16)
+        self._library.anycore_pack(weight.data_ptr(), weight.stride(0), outputs, inputs, data.data_ptr())
+        return PackedMatrix(data, outputs, inputs)
+
+    def linear(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None, wide: bool = False) -> Tensor:
+        """[.., inputs] → [.., outputs], in float32 if `wide`."""
+        if x.dtype != torch.bfloat16 or x.shape[-1] != matrix.inputs:
+            wanted = f"bfloat16 rows of {matrix.inputs}"
+            raise ValueError(f"a packed matrix is multiplied by {wanted}, not by {x.dtype} {tuple(x.shape)}")
+        rows = x.reshape(-1, matrix.inputs)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
+        out = torch.empty(*x.shape[:-1], matrix.outputs, dtype=torch.float32 if wide else torch.bfloat16)
+        self._library.anycore_linear(
+            rows.data_ptr(),
+            len(rows),
+            rows.stride(0),
+            matrix.data.data_ptr(),
+            matrix.inputs,
+            matrix.outputs,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            wide,
+        )
+        return out
+
+
+def load(level: build.Level, threads: int) -> Kernels:
+    """Load a level's library, compiled first where nobody has done so yet.
+
+    Raises:
+        NoKernels: it could not be compiled or loaded.
+    """
+    path = build.find(level)
+    if path is None:
+        log.info("compiling the CPU kernels for %s, once", level.name)
+        started = time.monotonic()
+        path = build.compile_library(level, build.cache_folder())
+        log.info("compiled in %.1f s: %s", time.monotonic() - started, path)
+    return Kernels(path, level.name, threads)
+
+
+def load_best(flags: frozenset[str], threads: int) -> Kernels | None:
+    """The library for this processor; None, with a word in the log, where plain torch has to do."""
+    try:
+        return load(build.choose(flags), threads)
+    except ValueError as error:
+        raise ConfigError(str(error), param=build.VARIABLE) from error
+    except build.NoKernels as error:
+        log.warning("no CPU kernels: %s. Plain torch computes, right but slower.", error)
+        return None

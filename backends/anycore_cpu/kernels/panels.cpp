@@ -1,0 +1,147 @@
+// The product of rows and a panel: in registers, or in the tiles of AMX.
+#include "panels.hpp"
+
+namespace anycore {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int PANEL_ROWS = 12, PANEL_VECTORS = 2;  // 24 sums in registers
+#else
+constexpr int PANEL_ROWS = 4, PANEL_VECTORS = 2;  // 8 sums in 16 registers
+#endif
+
+INLINE Floats add_products(Floats total, const float* x, const float* column) { return total + *x * load(column); }
+
+INLINE Floats add_products(Floats total, const bf16* x, const bf16* column) {
+    int32_t pair;
+    std::memcpy(&pair, x, 4);
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(total),
+                                                     reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)),
+                                                     load_as<__m512bh>(column)));
+#else
+    const Ints both = load_as<Ints>(column);
+    const Floats even = reinterpret_cast<Floats>(both << 16);
+    const Floats odd = reinterpret_cast<Floats>(both & static_cast<int32_t>(0xffff0000));
+    return total + widen(x[0]) * even + widen(x[1]) * odd;
+#endif
+}
+
+// out[ROWS][32] (+)= x[ROWS][inputs] * panel.
+template <int ROWS, class T>
+void multiply_rows(const T* x, long stride, const T* panel, long inputs, float* out, long out_stride, bool add) {
+    constexpr int TOGETHER = sizeof(T) == 2 ? 2 : 1;
+    for (int first = 0; first < COLUMNS; first += PANEL_VECTORS * LANES) {
+        Floats totals[ROWS][PANEL_VECTORS];
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < PANEL_VECTORS; v++)
+                totals[r][v] = add ? load(out + r * out_stride + first + v * LANES) : Floats{};
+        for (long k = 0; k < inputs; k += TOGETHER) {
+            const T* columns = panel + k * COLUMNS + first * TOGETHER;
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < PANEL_VECTORS; v++)
+                    totals[r][v] = add_products(totals[r][v], x + r * stride + k, columns + v * LANES * TOGETHER);
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < PANEL_VECTORS; v++) store(out + r * out_stride + first + v * LANES, totals[r][v]);
+    }
+}
+
+template <class T, int... ROWS>
+INLINE void multiply_some(long rows, const T* x, long stride, const T* panel, long inputs, float* out, long out_stride,
+                          bool add, std::integer_sequence<int, ROWS...>) {
+    static_cast<void>(((rows == ROWS + 1 &&
+                        (multiply_rows<ROWS + 1>(x, stride, panel, inputs, out, out_stride, add), true)) ||
+                       ...));
+}
+
+template <class T>
+INLINE void multiply_all(long rows, const T* x, long stride, const T* panel, long inputs, float* out, long out_stride,
+                         bool add) {
+    for (long r = 0; r < rows; r += PANEL_ROWS)
+        multiply_some(rows - r < PANEL_ROWS ? rows - r : PANEL_ROWS, x + r * stride, stride, panel, inputs,
+                      out + r * out_stride, out_stride, add, std::make_integer_sequence<int, PANEL_ROWS>());
+}
+
+#if defined(__AMX_BF16__)
+
+struct Tiles {  // what LDTILECFG reads
+    uint8_t palette = 1, start = 0, unused[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+};
+
+// Tiles 0-3 are sums of two blocks of rows by two of columns; 4 and 5 rows of x; 6 and 7 columns.
+INLINE void shape_tiles(int upper, int lower) {
+    Tiles tiles;
+    for (int i = 0; i < 8; i++) tiles.bytes[i] = 64, tiles.rows[i] = 16;
+    tiles.rows[0] = tiles.rows[1] = tiles.rows[4] = static_cast<uint8_t>(upper);
+    tiles.rows[2] = tiles.rows[3] = tiles.rows[5] = static_cast<uint8_t>(lower > 0 ? lower : 1);
+    _tile_loadconfig(&tiles);
+}
+
+template <bool TWO>
+void multiply_tiles(const bf16* x, long stride, const bf16* panel, long inputs, float* out, long out_stride, bool add) {
+    constexpr int PANEL_STRIDE = COLUMNS * 4;  // bytes
+    const long x_stride = stride * 2, to_stride = out_stride * 4;
+    if (add) {
+        _tile_loadd(0, out, to_stride);
+        _tile_loadd(1, out + 16, to_stride);
+        if (TWO) {
+            _tile_loadd(2, out + 16 * out_stride, to_stride);
+            _tile_loadd(3, out + 16 * out_stride + 16, to_stride);
+        }
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (long k = 0; k < inputs; k += 32) {
+        _tile_loadd(6, panel + k * COLUMNS, PANEL_STRIDE);
+        _tile_loadd(7, panel + k * COLUMNS + 32, PANEL_STRIDE);
+        _tile_loadd(4, x + k, x_stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (TWO) {
+            _tile_loadd(5, x + 16 * stride + k, x_stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out, to_stride);
+    _tile_stored(1, out + 16, to_stride);
+    if (TWO) {
+        _tile_stored(2, out + 16 * out_stride, to_stride);
+        _tile_stored(3, out + 16 * out_stride + 16, to_stride);
+    }
+}
+
+#endif
+
+}  // namespace
+
+void multiply(long rows, const float* x, long stride, const float* panel, long inputs, float* out,
+                     long out_stride, bool add) {
+    multiply_all(rows, x, stride, panel, inputs, out, out_stride, add);
+}
+
+void multiply(long rows, const bf16* x, long stride, const bf16* panel, long inputs, float* out,
+                     long out_stride, bool add) {
+#if defined(__AMX_BF16__)
+    for (long r = 0; r < rows; r += 32) {
+        const int upper = static_cast<int>(rows - r < 16 ? rows - r : 16);
+        const int lower = static_cast<int>(rows - r < 16 ? 0 : rows - r < 32 ? rows - r - 16 : 16);
+        if (r == 0 || upper + lower < 32) shape_tiles(upper, lower);
+        const bf16* from = x + r * stride;
+        float* to = out + r * out_stride;
+        lower > 0 ? multiply_tiles<true>(from, stride, panel, inputs, to, out_stride, add)
+                  : multiply_tiles<false>(from, stride, panel, inputs, to, out_stride, add);
+    }
+    _tile_release();
+#else
+    multiply_all(rows, x, stride, panel, inputs, out, out_stride, add);
+#endif
+}
+
+}  // namespace anycore

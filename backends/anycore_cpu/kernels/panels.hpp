@@ -1,0 +1,31 @@
+// Rows times a panel: the one product that linears and attention over several rows are made of.
+//
+// A panel is 32 columns of a matrix, ready to be multiplied: [inputs / 2][32][2] of bf16, [inputs][32] of float. The sum
+// of each number runs over the inputs in order, however many rows there are: a row never feels its company.
+#pragma once
+
+#include "vectors.hpp"
+
+namespace anycore {
+
+constexpr int COLUMNS = 32;
+
+#if defined(__AMX_BF16__)
+constexpr long INPUT_STEP = 32;  // bf16 inputs of a panel, and of the rows it meets, are padded with zeros to these
+#else
+constexpr long INPUT_STEP = 2;
+#endif
+
+template <class T>
+constexpr long padded_inputs(long inputs) {
+    constexpr long step = sizeof(T) == 2 ? INPUT_STEP : 1;
+    return (inputs + step - 1) / step * step;
+}
+
+// out[rows][32] (+)= x[rows][inputs] * panel, with inputs = padded_inputs. Rows of x and out lie a stride apart.
+void multiply(long rows, const float* x, long stride, const float* panel, long inputs, float* out, long out_stride,
+              bool add);
+void multiply(long rows, const bf16* x, long stride, const bf16* panel, long inputs, float* out, long out_stride,
+              bool add);
+
+}  // namespace anycore
