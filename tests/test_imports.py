@@ -60,8 +60,8 @@ FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec"}  # 
 # Modules that must answer without torch, directly and through what they import at their top level.
 LIGHT = ("contract.declare", "contract.host", "config", "errors", "guard", "choose", "plugins", "capabilities",
          "ask", "answers", "evidence", "engine.launch", "models.spec", "models.source", "models.catalog",
-         "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.check", "cli.dry_run", "cli.doctor", "cli.serve",
-         "cli.bench_serve", "server.run")  # fmt: skip
+         "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.plan", "cli.check", "cli.dry_run",
+         "cli.doctor", "cli.serve", "cli.bench_serve", "server.run")  # fmt: skip
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "uvicorn"}
 
 

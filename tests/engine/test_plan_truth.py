@@ -85,12 +85,15 @@ def test_bounds_are_looser_where_tiny_models_make_masks_and_padding_large(
     assert 0.8 < compare(t_bert, dtype=dtype, max_num_batched_tokens=512) <= 1
 
 
+SMALL = {"max_model_len": 384, "max_num_seqs": 3, "max_num_batched_tokens": 128, "kv_cache_memory": 384 << 20}
+
+
 @pytest.mark.models
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("smollm2", {"dtype": "float32", "max_model_len": 1024, **DECODER, "kv_cache_memory": 384 << 20}),
-        ("smollm2", {"dtype": "bfloat16", "max_model_len": 1024, **DECODER, "kv_cache_memory": 512 << 20}),
+        ("smollm2", {"dtype": "float32", **SMALL}),
+        ("smollm2", {"dtype": "bfloat16", **SMALL}),
         ("minilm", {"max_num_batched_tokens": 2048, "max_num_seqs": 8}),
     ],
 )
