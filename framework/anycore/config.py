@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "ANYCORE_PLUGINS": "comma-separated distribution names of plugins to load; empty: the built-in ones only",
     "ANYCORE_PLUGIN_SECONDS": "time limit for loading one plugin (default: 10)",
     "ANYCORE_CPU_KERNELS": "C++ kernels of the CPU backend: a level such as avx2, or none (default: the best there is)",
+    "ANYCORE_CONFORMANCE": "backend that the processes of `anycore conformance` are about; set by that command",
     "ANYCORE_LOG": "log level: debug, info (default), warning, error",
     "HF_TOKEN": "token for gated Hugging Face models, read by huggingface_hub",
 }

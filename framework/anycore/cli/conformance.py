@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import platform
 import time
@@ -25,12 +24,16 @@ from anycore.errors import ConfigError, PluginError
 QUICK = 8
 """With --quick, one in so many cases of attention is run."""
 
+BACKEND = "ANYCORE_CONFORMANCE"
+"""Tells contract/suite.py which backend it is about, in every process."""
+
 NEEDED = ("pytest", "transformers")
 
 
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("backend", metavar="BACKEND", help="name of the backend, as in anycore matrix")
     parser.add_argument("--quick", action="store_true", help=f"one in {QUICK} cases of attention, everything else")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="run cases side by side (pytest-xdist)")
     parser.add_argument("--report", metavar="FILE", type=Path, help="write the report here, too (JSON)")
 
 
@@ -38,12 +41,16 @@ def run(options: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"anycore conformance needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    if options.processes > 1 and find_spec("xdist") is None:
+        raise ConfigError("--processes needs pytest-xdist: pip install pytest-xdist", param="processes")
+    if options.processes > 1 and options.quick:
+        raise ConfigError("--quick runs in one process: leave out --processes", param="processes")
     spec = plugins.load().backend(options.backend)
     probe = spec.probe()
     if not probe.available:
         raise PluginError(f"no {spec.name} device: {probe.reason}. {probe.advice}", param="backend")
     tally = Tally(options.quick)
-    code = collect(options.backend, tally)
+    code = collect(options.backend, tally, options.processes)
     device = probe.devices[0]
     words = ["anycore conformance", options.backend, *(["--quick"] if options.quick else [])]
     report = {
@@ -67,40 +74,15 @@ def run(options: argparse.Namespace) -> int:
     return 0 if code == 0 and tally.counts["passed"] else 1
 
 
-def collect(backend: str, tally: Tally) -> int:
+def collect(backend: str, tally: Tally, processes: int = 1) -> int:
     """Run pytest on the kit, without the settings of whatever project this is called in."""
     import pytest
 
-    from anycore.contract.suite import TestBackend
-
-    TestBackend.backend = backend
+    os.environ[BACKEND] = backend
     words = ["--pyargs", "anycore.contract.suite", "-c", os.devnull, "-q", "--tb=short"]
     words += ["-p", "no:cacheprovider", "-p", "no:logging"]
-    log = logging.getLogger("anycore.conformance.errors")
-    level, log.propagate = log.level, False
-    log.setLevel(logging.DEBUG)
-    log.addHandler(tally.worst)
-    try:
-        return int(pytest.main(words, plugins=[tally]))
-    finally:
-        log.removeHandler(tally.worst)
-        log.setLevel(level)
-        log.propagate = True
-
-
-class Worst(logging.Handler):
-    """Keeps the largest error of each data type that the checks tell of, and its largest share of what is allowed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.errors: dict[str, dict[str, float]] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        assert isinstance(record.args, tuple)
-        dtype, *values = record.args
-        known = self.errors.setdefault(str(dtype), {"absolute": 0.0, "of_allowed": 0.0})
-        for name, value in zip(known, values, strict=True):
-            known[name] = max(known[name], float(f"{float(value):.3g}"))  # type: ignore[arg-type]
+    words += ["-n", str(processes)] if processes > 1 else []
+    return int(pytest.main(words, plugins=[tally]))
 
 
 class Tally:
@@ -110,7 +92,7 @@ class Tally:
         self.quick = quick
         self.counts: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
-        self.worst = Worst()
+        self.worst: dict[str, dict[str, float]] = {}
         self.started = time.monotonic()
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
@@ -120,6 +102,12 @@ class Tally:
             ]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "teardown":
+            from anycore.contract.suite import WORST_ERROR, merge
+
+            for name, errors in report.user_properties:
+                if name == WORST_ERROR:
+                    merge(self.worst, errors)
         if report.when == "call" or report.outcome != "passed":
             self.counts[report.outcome] += 1
         if report.failed:
@@ -129,4 +117,4 @@ class Tally:
     def as_dict(self) -> dict[str, Any]:
         kinds = {kind: self.counts[kind] for kind in ("passed", "failed", "skipped")}
         seconds = round(time.monotonic() - self.started, 1)
-        return {**kinds, "seconds": seconds, "worst_error": self.worst.errors, "failures": self.failures}
+        return {**kinds, "seconds": seconds, "worst_error": self.worst, "failures": self.failures}
