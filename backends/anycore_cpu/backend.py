@@ -8,6 +8,7 @@ import torch
 
 from anycore.contract.backend import Backend
 from anycore.errors import PluginError
+from anycore_cpu.kernel_ops import KernelOps
 from anycore_cpu.kernels.library import load_best
 from anycore_cpu.memory import CpuMemory
 from anycore_cpu.ops import CpuOps
@@ -27,7 +28,8 @@ class CpuBackend(Backend):
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         keep_freed_memory()
         kernels = load_best(processor_flags(), torch.get_num_threads())
-        super().__init__(torch.device("cpu"), CpuMemory(), CpuOps(kernels))
+        ops = CpuOps() if kernels is None else KernelOps(kernels)
+        super().__init__(torch.device("cpu"), CpuMemory(kernels is not None), ops)
 
 
 def keep_freed_memory() -> None:

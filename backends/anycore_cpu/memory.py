@@ -20,8 +20,10 @@ from anycore.contract.host import memory_free, memory_total
 
 
 class CpuMemory(Memory):
-    def __init__(self) -> None:
+    def __init__(self, kernels: bool = False) -> None:
+        """`kernels`: the cache is laid out for our own, else as the contract's default is."""
         super().__init__(torch.device("cpu"))
+        self.kernels = kernels
 
     def total(self) -> int:
         return memory_total()
@@ -52,11 +54,13 @@ class CpuMemory(Memory):
             peak.bytes = max(0, high_water() - start)  # the kernel counts in batches: start may be a little ahead
 
     def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
-        """The default layout, of pages that the system zeroes when they are first written: a large pool costs no
-        start-up time, and none of its memory before requests fill it.
+        """Of pages that the system zeroes when they are first written: a large pool costs no start-up time, and none of
+        its memory before requests fill it.
         """
         dtype = getattr(torch, kv.dtype)
-        shape = (2, blocks, kv.block_size, kv.kv_heads, kv.head_dim)
+        shape: tuple[int, ...] = (2, blocks, kv.block_size, kv.kv_heads, kv.head_dim)
+        if self.kernels:
+            shape = (blocks, kv.kv_heads, 2, kv.block_size, kv.head_dim)
         count = math.prod(shape) * dtype.itemsize
         return [torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape) for _ in range(kv.layers)]
 

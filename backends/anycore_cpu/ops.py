@@ -13,18 +13,16 @@ from anycore.contract.ops import Ops
 from anycore.contract.weights import Weight
 from anycore_cpu import packed
 from anycore_cpu.attention import Plan, attend
-from anycore_cpu.kernels.library import Kernels, PackedMatrix
 
 PACKED_DTYPES = (torch.bfloat16,)
 """float32 stays as it is: for one row MKL is a quarter faster than oneDNN, for many rows as fast (measured)."""
 
 
 class CpuOps(Ops):
-    def __init__(self, kernels: Kernels | None = None) -> None:
-        self.kernels = kernels
-        self.packs = {dtype for dtype in PACKED_DTYPES if kernels is not None or packed.usable(dtype)}
+    def __init__(self) -> None:
+        self.packs = {dtype for dtype in PACKED_DTYPES if packed.usable(dtype)}
 
-    def plan(self, batch: Batch) -> Plan:
+    def plan(self, batch: Batch) -> Any:
         return Plan(batch)
 
     def attention(
@@ -43,25 +41,14 @@ class CpuOps(Ops):
         plan = batch.plan if batch.plan is not None else self.plan(batch)
         return attend(plan, q, k, v, cache, scale, window)
 
-    def pack(self, weight: Weight) -> Tensor | PackedMatrix:
+    def pack(self, weight: Weight) -> Any:
         data = weight.dense()
-        if data.dtype not in self.packs:
-            return data
-        return packed.reorder(data) if self.kernels is None else self.kernels.pack(data)
+        return packed.reorder(data) if data.dtype in self.packs else data
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
-        if isinstance(handle, PackedMatrix):
-            assert self.kernels is not None
-            return self.kernels.linear(x, handle, bias)
         if handle.is_mkldnn:
             return packed.linear(x, handle, bias)
         return super().linear(x, handle, bias)
-
-    def logits(self, x: Tensor, handle: Any) -> Tensor:
-        if isinstance(handle, PackedMatrix):
-            assert self.kernels is not None
-            return self.kernels.linear(x, handle, None, wide=True)
-        return super().logits(x, handle)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if residual is not None:

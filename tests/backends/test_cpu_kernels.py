@@ -1,33 +1,22 @@
-"""Every kernel of the CPU backend, at every level this machine can run, against float64."""
+"""Linears of the CPU backend's kernels, at every level this machine can run, against float64."""
 
 from __future__ import annotations
 
 import random
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from backends.cpu_kernels import LEVELS, kernels_of
 
 from anycore.errors import ConfigError
 from anycore_cpu.kernels import build
-from anycore_cpu.kernels.library import Kernels, load, load_best
-from anycore_cpu.probe import processor_flags
-
-LEVELS = [level.name for level in build.LEVELS if level.runs(processor_flags())]
-
-
-@cache
-def loaded(level: str) -> Kernels:
-    return load(build.choose(processor_flags(), {build.VARIABLE: level}), threads=2)
+from anycore_cpu.kernels.library import Kernels, load_best
 
 
 @pytest.fixture(params=LEVELS)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    """Compiled by the first test that asks for it, and kept for the next time."""
-    if build.compiler() is None:
-        pytest.skip("no C++ compiler")
-    return loaded(request.param)
+    return kernels_of(request.param)
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from anycore.contract.ops import HeadNorms
 from anycore.errors import ConfigError
 from anycore_cpu.kernels import build
+from anycore_cpu.kernels.attention import Arguments, KernelPlan, arguments
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +24,7 @@ SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, .
     "anycore_threads": (None, (INT,)),
     "anycore_packed_size": (LONG, (LONG, LONG)),
     "anycore_pack": (None, (ADDRESS, LONG, LONG, LONG, ADDRESS)),
+    "anycore_attention": (None, (ctypes.POINTER(Arguments),)),
     "anycore_linear": (None, (ADDRESS, LONG, LONG, ADDRESS, LONG, LONG, ADDRESS, ADDRESS, INT)),
 }
 
@@ -82,6 +85,30 @@ class Kernels:
             out.data_ptr(),
             wide,
         )
+        return out
+
+    def attend(
+        self,
+        plan: KernelPlan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: Tensor | None,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        norms: HeadNorms | None = None,
+        angles: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Store k and v, and attend: [T, Hq, D]. With norms or angles q and k, parts of one matrix, change in place."""
+        if norms is None and angles is None:
+            q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in (q, k, v))
+        else:
+            norms = None if norms is None else (norms[0].contiguous(), norms[1].contiguous(), norms[2])
+            angles = None if angles is None else (angles[0].contiguous(), angles[1].contiguous())
+        out = torch.empty(q.shape, dtype=q.dtype)
+        what = arguments(plan, q, k, v, out, cache, scale, window, softcap, norms, angles)
+        self._library.anycore_attention(ctypes.byref(what))
         return out
 
 

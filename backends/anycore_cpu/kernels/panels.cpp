@@ -122,12 +122,12 @@ void multiply_tiles(const bf16* x, long stride, const bf16* panel, long inputs, 
 }  // namespace
 
 void multiply(long rows, const float* x, long stride, const float* panel, long inputs, float* out,
-                     long out_stride, bool add) {
+              long out_stride, bool add) {
     multiply_all(rows, x, stride, panel, inputs, out, out_stride, add);
 }
 
 void multiply(long rows, const bf16* x, long stride, const bf16* panel, long inputs, float* out,
-                     long out_stride, bool add) {
+              long out_stride, bool add) {
 #if defined(__AMX_BF16__)
     for (long r = 0; r < rows; r += 32) {
         const int upper = static_cast<int>(rows - r < 16 ? rows - r : 16);
