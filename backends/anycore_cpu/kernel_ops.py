@@ -65,3 +65,17 @@ class KernelOps(CpuOps):
         if isinstance(handle, PackedMatrix):
             return self.kernels.linear(x, handle, None, wide=True)
         return super().logits(x, handle)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.kernels.norm(x, residual, weight, None, eps, centred=False)
+
+    def layer_norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self.kernels.norm(x, residual, weight, bias, eps, centred=True)
+
+    def gated(self, x: Tensor, kind: str) -> Tensor:
+        return self.kernels.activation(x, kind, gated=True)
+
+    def activation(self, x: Tensor, kind: str) -> Tensor:
+        return self.kernels.activation(x, kind, gated=False)

@@ -14,19 +14,24 @@ from torch import Tensor
 from anycore.contract.ops import HeadNorms
 from anycore.errors import ConfigError
 from anycore_cpu.kernels import build
-from anycore_cpu.kernels.attention import Arguments, KernelPlan, arguments
+from anycore_cpu.kernels.attention import DTYPES, Arguments, KernelPlan, address, arguments
 
 log = logging.getLogger(__name__)
 
-ADDRESS, LONG, INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+ADDRESS, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, ...]]] = {
     "anycore_prepare": (INT, ()),
     "anycore_threads": (None, (INT,)),
     "anycore_packed_size": (LONG, (LONG, LONG)),
     "anycore_pack": (None, (ADDRESS, LONG, LONG, LONG, ADDRESS)),
     "anycore_attention": (None, (ctypes.POINTER(Arguments),)),
+    "anycore_norm": (None, (*[ADDRESS] * 4, FLOAT, LONG, LONG, INT, INT, ADDRESS, ADDRESS)),
+    "anycore_activation": (None, (ADDRESS, LONG, LONG, INT, INT, INT, ADDRESS)),
     "anycore_linear": (None, (ADDRESS, LONG, LONG, ADDRESS, LONG, LONG, ADDRESS, ADDRESS, INT)),
 }
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+"""In the order of `Kind` in elementwise.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,57 @@ class Kernels:
         what = arguments(plan, q, k, v, out, cache, scale, window, softcap, norms, angles)
         self._library.anycore_attention(ctypes.byref(what))
         return out
+
+    def norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """(LayerNorm, or RMSNorm if not `centred`, of x + residual; x + residual)."""
+        wide = is_wide(x.dtype)
+        x, residual = x.contiguous(), None if residual is None else residual.to(x.dtype).contiguous()
+        weight, bias = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
+        out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+        width = x.shape[-1]
+        self._library.anycore_norm(
+            x.data_ptr(),
+            address(residual),
+            weight.data_ptr(),
+            address(bias),
+            eps,
+            x.numel() // width,
+            width,
+            centred,
+            wide,
+            total.data_ptr(),
+            out.data_ptr(),
+        )
+        return out, total
+
+    def activation(self, x: Tensor, kind: str, gated: bool) -> Tensor:
+        """[.., I] → [.., I]; `gated`: [.., 2I] → [.., I], the first half activated times the second."""
+        wide = is_wide(x.dtype)
+        if kind not in ACTIVATIONS:
+            raise ValueError(f"activation {kind!r} is not one of {', '.join(ACTIVATIONS)}")
+        x = x.contiguous()
+        width = x.shape[-1] // (2 if gated else 1)
+        out = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
+        rows = out.numel() // max(width, 1)
+        self._library.anycore_activation(
+            x.data_ptr(), rows, width, ACTIVATIONS.index(kind), gated, wide, out.data_ptr()
+        )
+        return out
+
+
+def is_wide(dtype: torch.dtype) -> bool:
+    """Whether kernels are told float32; False: bfloat16. Others are refused."""
+    if dtype not in DTYPES:
+        raise ValueError(f"the CPU kernels take float32 and bfloat16, not {dtype}")
+    return dtype == torch.float32
 
 
 def load(level: build.Level, threads: int) -> Kernels:
