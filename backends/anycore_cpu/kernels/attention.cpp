@@ -127,7 +127,7 @@ struct Places {
 // scores[HEADS][TILE] = q[HEADS][dim] times count keys; what lies between count and the next multiple of LANES is filled.
 template <int HEADS, class T>
 void score(const float* q, const T* const* keys, long count, long dim, float* scores) {
-    constexpr int TOGETHER = HEADS <= 4 ? 4 : 2;
+    constexpr int TOGETHER = 4;  // keys
     const long whole = dim / LANES * LANES;
     for (long first = 0; first < count; first += LANES) {
         Floats products[HEADS][LANES];
@@ -156,7 +156,7 @@ void score(const float* q, const T* const* keys, long count, long dim, float* sc
 // out[HEADS][dim] += weights[HEADS][TILE] times count values.
 template <int HEADS, class T>
 void mix(const float* weights, const T* const* values, long count, long dim, float* out) {
-    constexpr int TOGETHER = HEADS <= 4 ? 4 : 2;
+    constexpr int TOGETHER = 4;  // vectors
     long d = 0;
     const auto some = [&](auto vectors) {
         constexpr int VECTORS = decltype(vectors)::value;
@@ -180,7 +180,7 @@ void mix(const float* weights, const T* const* values, long count, long dim, flo
             for (int h = 0; h < HEADS; h++) out[h * dim + d] += weights[h * TILE + j] * widen(values[j][d]);
 }
 
-constexpr int HEADS_AT_ONCE = 8;
+constexpr int HEADS_AT_ONCE = 4;  // more would take the compiler longer than they save
 
 // Calls work<heads>() for 1 <= heads <= HEADS_AT_ONCE.
 template <class Work, int... HEADS>

@@ -4,6 +4,7 @@ that builds wheels runs this file by itself.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -125,8 +126,15 @@ def compile_library(level: Level, folder: Path) -> Path:
     path = folder / library_name(level)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as name, ThreadPoolExecutor() as files:
-            drafts = Path(name)  # processes that start together must not read half a library
+        with (
+            (folder / f"{path.name}.lock").open("w") as lock,
+            tempfile.TemporaryDirectory(dir=folder) as name,
+            ThreadPoolExecutor() as files,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of processes that start together one compiles, the others wait
+            if path.exists():
+                return path
+            drafts = Path(name)
 
             def compiled(source: Path) -> str:
                 made = str(drafts / f"{source.stem}.o")

@@ -58,7 +58,11 @@ class Kernels:
         if self._library.anycore_prepare() != 0:
             raise build.NoKernels(f"the operating system does not let this process use level {level}")
         self.level = level
-        self._library.anycore_threads(threads)
+        self.set_threads(threads)
+
+    def set_threads(self, count: int) -> None:
+        """How many threads share a call's work, the caller among them."""
+        self._library.anycore_threads(count)
 
     def pack(self, weight: Tensor) -> PackedMatrix:
         """[outputs, inputs] bfloat16 → the same numbers in panels."""

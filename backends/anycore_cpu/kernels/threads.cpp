@@ -7,7 +7,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
-#include <new>
 #include <thread>
 #include <vector>
 
@@ -25,10 +24,13 @@ void pause() {
 #endif
 }
 
+std::atomic<int> wanted{1};  // threads, the caller among them
+
 class Pool {
 public:
-    explicit Pool(int threads) {
-        for (int i = 1; i < threads; i++) std::thread([this] { serve(); }).detach();
+    // Under `busy`.
+    void grow(int threads) {
+        for (; threads_ < threads; threads_++) std::thread([this, index = threads_] { serve(index); }).detach();
     }
 
     void run(long count, void (*work)(void*, long), void* context) {
@@ -47,7 +49,7 @@ public:
             looks < PAUSES ? pause() : static_cast<void>(sched_yield());
     }
 
-    std::mutex busy;
+    std::atomic_flag busy = ATOMIC_FLAG_INIT;
 
 private:
     // Does the work of one index; false if none is left. Whoever lowers `left_` holds the job open until `done_` is up.
@@ -61,9 +63,10 @@ private:
         return true;
     }
 
-    void serve() {
+    void serve(int index) {
+        const auto called = [this, index] { return index < wanted.load() && left_.load() > 0; };
         for (int looks = 0;; looks++) {
-            if (take()) {
+            if (called() && take()) {
                 looks = 0;
             } else if (looks < PAUSES) {
                 pause();
@@ -72,13 +75,14 @@ private:
             } else {
                 std::unique_lock<std::mutex> lock(mutex_);
                 asleep_++;
-                wake_.wait(lock, [this] { return left_.load() > 0; });
+                wake_.wait(lock, called);
                 asleep_--;
                 looks = 0;
             }
         }
     }
 
+    int threads_ = 1;
     void (*work_)(void*, long) = nullptr;
     void* context_ = nullptr;
     alignas(64) std::atomic<long> left_{0};
@@ -88,26 +92,15 @@ private:
     std::condition_variable wake_;
 };
 
-std::atomic<int> wanted{1};
-Pool* pool = nullptr;  // never destroyed: its threads end with the process
-int pool_size = 0;
-std::mutex making;
+std::atomic<Pool*> pool{nullptr};  // never destroyed: its threads end with the process
 
-// The threads of the parent do not exist in a child.
-void forget() {
-    pool = nullptr;
-    new (&making) std::mutex;
-}
+// A child of a fork has none of its parent's threads.
+void start_anew() { pool.store(new Pool); }
 
-Pool* current(int size) {
-    std::lock_guard<std::mutex> lock(making);
-    if (pool == nullptr || pool_size < size) {
-        static const int registered = pthread_atfork(nullptr, nullptr, forget);
-        static_cast<void>(registered);
-        pool = new Pool(size);
-        pool_size = size;
-    }
-    return pool;
+Pool* current() {
+    static const int registered = (start_anew(), pthread_atfork(nullptr, nullptr, start_anew));
+    static_cast<void>(registered);
+    return pool.load();
 }
 
 }  // namespace
@@ -115,10 +108,11 @@ Pool* current(int size) {
 void parallel_for(long count, void (*work)(void*, long), void* context) {
     const int size = wanted.load();
     if (size > 1 && count > 1) {
-        Pool* threads = current(size);
-        if (threads->busy.try_lock()) {
+        Pool* threads = current();
+        if (!threads->busy.test_and_set()) {
+            threads->grow(size);
             threads->run(count, work, context);
-            threads->busy.unlock();
+            threads->busy.clear();
             return;
         }
     }
