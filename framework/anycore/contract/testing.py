@@ -9,6 +9,7 @@ this module imports.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -62,6 +63,14 @@ class BackendConformance:
             opened = spec.open(probe.devices[0].index)
             yield opened
             opened.close()
+
+    @pytest.fixture(autouse=True)
+    def cleared(self) -> Iterator[None]:
+        """Let no case find the device full of another's engines: they hold themselves in circles."""
+        yield
+        if gc.get_freeze_count():  # an engine's warm-up froze what was alive, earlier engines among it
+            gc.unfreeze()
+            gc.collect()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test a claim: pytest calls this for every test of the class."""
