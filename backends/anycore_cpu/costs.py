@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from anycore.contract.costs import StepShape, activation_bytes, reference_workspace
+from anycore_cpu.kernels import build
+from anycore_cpu.probe import processor_flags
 
 PADDING = 512
 """Padded places of a group of decoding requests: `attention.CALL_COST`."""
@@ -10,12 +12,30 @@ PADDING = 512
 ALIGNED = 16
 """Packed requests are padded to a multiple of it: `attention.ALIGNED`."""
 
+NUMBERS = 32
+"""Bytes a row: its id, position, slot and type."""
+
 MAKING_A_MASK, WITH_A_WINDOW = 9, 19
 """Bytes a place: int64 distances and bools."""
 
 
 def workspace(shape: StepShape) -> int:
-    """How far the widest moment of attention, or masks beside the MLP, go beyond `activation_bytes`."""
+    """How far a step goes beyond `activation_bytes`."""
+    return _in_kernels(shape) if build.available(processor_flags()) else _in_torch(shape)
+
+
+def _in_kernels(shape: StepShape) -> int:
+    """Our attention works in place. A decoder's layer holds two more of its rows, the norm's and the result's.
+
+    Where some layers have a window there are angles of two kinds, and norms behind each half (Gemma).
+    """
+    kinds = 2 if shape.window else 1
+    row = shape.element * (1 + kinds) * shape.hidden + kinds * 4 * shape.head_dim if shape.gated else 0
+    return shape.rows * (row + NUMBERS)
+
+
+def _in_torch(shape: StepShape) -> int:
+    """The widest moment of attention, or masks beside the MLP."""
     counted = activation_bytes(shape)
     heads = (shape.heads + shape.kv_heads) * shape.head_dim
     out = shape.element * shape.heads * shape.head_dim

@@ -154,6 +154,14 @@ def run(*command: str) -> None:
         raise NoKernels(f"{command[0]} failed: {done.stderr.strip()[-400:]}")
 
 
+def available(flags: frozenset[str]) -> bool:
+    """Whether kernels will compute, as far as can be told without compiling them."""
+    try:
+        return find(choose(flags)) is not None or compiler() is not None
+    except (NoKernels, ValueError):
+        return False
+
+
 def describe(flags: frozenset[str]) -> str:
     """What `anycore doctor` says; compiles nothing."""
     try:
