@@ -7,7 +7,7 @@ import math
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -36,12 +36,13 @@ class CpuMemory(Memory):
         gc.collect()  # what is only waiting to be found
         sizes: dict[int, int] = {}
         for found in gc.get_objects():
-            if type(found) is Tensor and found.device.type == "cpu":
-                if found.is_mkldnn:  # opaque, and nobody else's
-                    sizes[id(found)] = found.numel() * found.element_size()
-                else:
-                    storage = found.untyped_storage()
-                    sizes[storage.data_ptr()] = storage.nbytes()
+            with suppress(RuntimeError):  # what another thread is just making has no device or storage yet
+                if type(found) is Tensor and found.device.type == "cpu":
+                    if found.is_mkldnn:  # opaque, and nobody else's
+                        sizes[id(found)] = found.numel() * found.element_size()
+                    else:
+                        storage = found.untyped_storage()
+                        sizes[storage.data_ptr()] = storage.nbytes()
         return sum(sizes.values())
 
     @contextmanager
