@@ -1,46 +1,27 @@
-"""One GPU's memory: what is free on it, and transfers through pinned buffers."""
+"""One GPU's memory: its cache's layout, and transfers that do better than the contract's pinned ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anycore.contract.backend import Download, KVSpec, Memory, Peak
+from anycore.contract.backend import KVSpec
+from anycore.contract.pinned import PinnedMemory
 
 ALIGNMENT = 16
 STAGED_FROM = 1 << 20
 STAGE = 32 << 20
 
 
-class CudaMemory(Memory):
+class CudaMemory(PinnedMemory):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stages: list[Stage] = []
         self._turn = 0
-
-    def total(self) -> int:
-        return int(torch.cuda.mem_get_info(self.device)[1])
-
-    def free(self) -> int:
-        """What the driver has free, and what torch's allocator holds without using it."""
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return int(torch.cuda.mem_get_info(self.device)[0]) + cached
-
-    def held(self) -> int:
-        return int(torch.cuda.memory_allocated(self.device))
-
-    @contextmanager
-    def peak(self) -> Iterator[Peak]:
-        peak = Peak()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        start = torch.cuda.memory_allocated(self.device)
-        yield peak
-        peak.bytes = max(0, torch.cuda.max_memory_allocated(self.device) - start)
 
     def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
         """A tensor [2, blocks, Hkv, block_size, D] a layer: what a program reads of a block is one run of memory."""
@@ -49,12 +30,8 @@ class CudaMemory(Memory):
         return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(kv.layers)]
 
     def upload(self, host: Tensor) -> Tensor:
-        if host.device == self.device:
-            return host
-        if host.nbytes >= STAGED_FROM and host.is_contiguous():
-            return self._staged(host)
-        # The allocator of pinned memory gives a block out again only after the copy from it has run.
-        return host.pin_memory().to(self.device, non_blocking=True)
+        staged = host.device != self.device and host.nbytes >= STAGED_FROM and host.is_contiguous()
+        return self._staged(host) if staged else super().upload(host)
 
     def upload_all(self, hosts: Sequence[Tensor]) -> list[Tensor]:
         """One transfer: the tensors side by side in one buffer."""
@@ -71,17 +48,6 @@ class CudaMemory(Memory):
             there[start : start + host.nbytes].view(host.dtype).view(host.shape)
             for host, start in zip(hosts, starts, strict=False)
         ]
-
-    def download(self, tensors: Sequence[Tensor]) -> Download:
-        hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(self.device))
-
-        def wait() -> list[Tensor]:
-            arrived.synchronize()
-            return hosts
-
-        return wait
 
     def _staged(self, host: Tensor) -> Tensor:
         """A large tensor, through two pinned buffers in turn: one is filled while the other travels."""

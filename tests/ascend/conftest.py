@@ -18,6 +18,9 @@ import torch
 import torch_npu  # noqa: F401  the rig is in place from here on
 from rig.install import CALLS
 
+from anycore.contract.backend import Backend
+from anycore_ascend.support import SPEC
+
 CROWDED = 128 * 2**20
 """Bytes held after a test from which on the garbage of earlier ones is looked for."""
 
@@ -56,3 +59,11 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture
 def npu() -> torch.device:
     return torch.device("npu", 0)
+
+
+@pytest.fixture
+def ascend() -> Iterator[Backend]:
+    with torch.inference_mode():
+        opened = SPEC.open(0)
+        yield opened
+        opened.close()

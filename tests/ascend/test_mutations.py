@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import pytest
-import torch
 from rig.limits import LimitError
 
 from anycore.contract import checks
@@ -17,19 +16,10 @@ from anycore.contract.batch import Batch
 from anycore.contract.checks import AttentionCase
 from anycore_ascend import memory
 from anycore_ascend.ops import AscendOps, Plan
-from anycore_ascend.support import SPEC
 
 PAGED = AttentionCase("float16", 64, True, 128)
 WINDOW = AttentionCase("float16", 64, True, 128, window=131)
 PACKED = AttentionCase("float16", 64, False)
-
-
-@pytest.fixture
-def ascend() -> Iterator[Backend]:
-    with torch.inference_mode():
-        opened = SPEC.open(0)
-        yield opened
-        opened.close()
 
 
 def inverted_mask(ascend: Backend, patch: pytest.MonkeyPatch) -> None:

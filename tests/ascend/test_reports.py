@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from anycore.errors import Unsupported
 from anycore_ascend.support import SPEC
 
 FUSED = "npu::npu_fused_infer_attention_score"
-
-
-@pytest.fixture
-def ascend() -> Iterator[Backend]:
-    with torch.inference_mode():
-        opened = SPEC.open(0)
-        yield opened
-        opened.close()
 
 
 def causal(**changes: Any) -> Need:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import triton
+from cuda_host import HostMemory
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 
-from anycore.contract.backend import Backend, KVSpec, Memory
+from anycore.contract.backend import Backend
 from anycore.contract.batch import Batch, Sampling
 from anycore.contract.declare import Task
 from anycore.contract.graphs import GraphStep, NotCaptured
@@ -48,18 +49,6 @@ class Driver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
-
-
-class HostMemory(Memory):
-    def total(self) -> int:
-        return 1 << 30
-
-    def free(self) -> int:
-        return 1 << 29
-
-    def allocate_kv(self, kv: KVSpec, blocks: int) -> list[torch.Tensor]:
-        shape = (2, blocks, kv.kv_heads, kv.block_size, kv.head_dim)
-        return [torch.zeros(shape, dtype=getattr(torch, kv.dtype)) for _ in range(kv.layers)]
 
 
 def no_graphs(work: Any) -> Any:

@@ -17,9 +17,10 @@ if find_spec("triton") is None:
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is there, or triton was imported before TRITON_INTERPRET=1", allow_module_level=True)
 
+from cuda_host import HostMemory
 from triton.runtime import interpreter
 
-from anycore.contract.backend import Backend, KVSpec, Memory
+from anycore.contract.backend import Backend
 from anycore_cuda.ops import CudaOps
 
 
@@ -34,20 +35,6 @@ def let_scalars_be_indices(patch: Any = interpreter._patch_lang_tensor) -> None:
 
 
 let_scalars_be_indices()
-
-
-class HostMemory(Memory):
-    """Host memory in the CUDA backend's layout."""
-
-    def total(self) -> int:
-        return 1 << 30
-
-    def free(self) -> int:
-        return 1 << 29
-
-    def allocate_kv(self, kv: KVSpec, blocks: int) -> list[torch.Tensor]:
-        shape = (2, blocks, kv.kv_heads, kv.block_size, kv.head_dim)
-        return [torch.zeros(shape, dtype=getattr(torch, kv.dtype)) for _ in range(kv.layers)]
 
 
 def interpreted(processors: int = 2) -> Backend:
