@@ -111,6 +111,11 @@ class BatchBuilder:
         if self.kv is not None:
             columns = (int((self._starts + lens).max()) - 1) // self.limits.block_size + 1
             arrays += self.tables.address(self._rows, columns, owner, positions)
+        decodes = self.kv is not None and len(positions) == len(lens)
+        if decodes and self._shared is None:  # the batch has changed
+            self._shared = self.tables.shared(self._rows, int(self._starts.min()))
+            self._order = None
+            arrays.append(np.argsort(-self._starts, kind="stable").astype(np.int32))
         sent = self.memory.upload_all([torch.from_numpy(array) for array in (*arrays, *more)])
         batch = Batch(
             input_ids=sent[0],
@@ -124,10 +129,7 @@ class BatchBuilder:
         if self.kv is not None:
             batch.block_tables, batch.slots = sent[3], sent[4]
             batch.kv, batch.block_size = self.kv, self.limits.block_size
-            if len(positions) == len(lens):
-                if self._shared is None:
-                    self._shared = self.tables.shared(self._rows, int(self._starts.min()))
-                    order = np.argsort(-self._starts, kind="stable").astype(np.int32)
-                    self._order = self.memory.upload(torch.from_numpy(order))
+            if decodes and self._shared is not None:
+                self._order = sent[5] if self._order is None else self._order
                 batch.shared_tokens, batch.order = self._shared, self._order
         return batch, sent[len(arrays) :]
