@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anycore.contract.weights import Int4Weight, Int8Weight
+from anycore.contract.weights import Int4Weight, Int8Weight, QuantisedWeight
 
 LARGEST = 65535
 """Of the last dimension of an int8 operand."""
@@ -43,15 +43,15 @@ class Int4Handle:
         return out
 
 
-def pack(weight: Int8Weight | Int4Weight) -> Int8Handle | Int4Handle | Tensor:
+def pack(weight: QuantisedWeight) -> Int8Handle | Int4Handle | Tensor:
     """A handle, or the dense matrix where the operators do not take this one."""
     outputs, inputs = weight.shape
     if weight.dtype == torch.float32:
         return weight.dense()
     if isinstance(weight, Int8Weight):
-        fits = max(weight.shape) <= LARGEST
-        return Int8Handle(weight.data.t().contiguous(), weight.scale.float()) if fits else weight.dense()
-    if weight.group % 32 or weight.group >= inputs or outputs % 8:
+        fits = max(weight.shape) <= LARGEST and weight.group >= inputs
+        return Int8Handle(weight.data.t().contiguous(), weight.scale[:, 0].float()) if fits else weight.dense()
+    if not isinstance(weight, Int4Weight) or weight.group % 32 or weight.group >= inputs or outputs % 8:
         return weight.dense()
     data = torch.ops.npu.npu_convert_weight_to_int4pack((weight.data.t().to(torch.int32) - 8).contiguous())
     scale, offset = (x.t().to(weight.dtype).contiguous() for x in (weight.scale, 8 - weight.zero))

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 CONTRACT_VERSION = (1, 1)
 """(major, minor) of the contract. A plugin runs if its major is ours and its minor is not newer than ours.
 
-1.0 is the first. 1.1 added `Backend.load_model`, for backends that run whole models; quantised weights in `Ops.pack`;
-`Memory.held`, and what plans and evidence need of a `BackendSpec`: `known`, `runtime`, `workspace`, `graphs` and
-`evidence`.
+1.0 is the first. 1.1 added `Backend.load_model`, for backends that run whole models; quantised weights in `Ops.pack`
+and the `schemes` and `tables` that say what becomes of them; `Memory.held`, and what plans and evidence need of a
+`BackendSpec`: `known`, `runtime`, `workspace`, `graphs` and `evidence`.
 """
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,7 +62,7 @@ class Support:
 
     tasks: tuple[Task, ...]
     attention: str  # "causal" or "bidirectional"
-    weights: tuple[str, ...]  # names from DTYPES, later quantised formats
+    weights: tuple[str, ...]  # names from DTYPES: dense weights, and what quantised ones are multiplied by
     level: Level
     architectures: tuple[str, ...] = ()  # Hugging Face names, such as "LlamaForCausalLM"
     head_dims: tuple[int, ...] = ()
@@ -70,6 +70,7 @@ class Support:
     features: tuple[str, ...] = ()
     chips: tuple[str, ...] = ()
     note: str = ""
+    schemes: tuple[str, ...] = ()  # names from SCHEMES; empty: dense weights only. Others are made dense if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Need:
     block_size: int | None = None
     features: tuple[str, ...] = ()
     chip: str | None = None
+    scheme: str | None = None  # a name from SCHEMES; None: dense weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ class BackendSpec:
     memory_utilization: float = 0.9  # default share of the device's memory
     batched_tokens: int | None = None  # default rows of a step; None leaves it to the engine
     evidence: Path | None = None  # folder of reports that `anycore conformance` wrote on devices
+    tables: bool = False  # Ops.embedding takes what Ops.pack made of a quantised weight
     copied_dtypes: tuple[str, ...] = ()  # weights that Ops.pack copies; a tied head then exists twice
     known: tuple[Device, ...] = ()  # devices that plans may be made for where there is none, by their name
     runtime: int = 0  # bytes that an open device takes before anything is loaded: its context, its libraries
@@ -145,6 +148,8 @@ def mismatches(row: Support, need: Need) -> list[str]:
         out.append(f"chip {need.chip} is not among {', '.join(row.chips)}")
     if need.weights not in row.weights:
         out.append(f"weights {need.weights} are not among {', '.join(row.weights)}")
+    if need.scheme is not None and need.scheme not in row.schemes:
+        out.append(f"quantised weights {need.scheme} are not among {', '.join(row.schemes) or 'none'}")
     if row.head_dims and need.head_dim not in row.head_dims:
         out.append(f"head size {need.head_dim} is not among {', '.join(map(str, row.head_dims))}")
     if need.block_size is not None and row.block_sizes and need.block_size not in row.block_sizes:
@@ -172,7 +177,8 @@ def find(rows: Iterable[Support], need: Need) -> Support:
 
 def explain(rows: Sequence[Support], need: Need) -> str:
     """Say why no row covers `need`: one line a row with its first mismatch, nearest row first."""
-    asked = f"{need.task.value} with {need.architecture} ({need.attention}, {need.weights}, head size {need.head_dim})"
+    weights = f"{need.scheme} in {need.weights}" if need.scheme else need.weights
+    asked = f"{need.task.value} with {need.architecture} ({need.attention}, {weights}, head size {need.head_dim})"
     lines = [f"no support for {asked}:"]
     lines += [f"  - {row}: {reason}" for row, reason in refusals(rows, need)]
     if not rows:
@@ -192,4 +198,5 @@ def refusals(rows: Iterable[Support], need: Need) -> list[tuple[str, str]]:
 def describe(row: Support) -> str:
     """Name a row in a few words."""
     tasks = "/".join(task.value for task in row.tasks)
-    return f"{tasks}, {row.attention}, {'/'.join(row.weights)}"
+    schemes = f", {'/'.join(row.schemes)}" if row.schemes else ""
+    return f"{tasks}, {row.attention}, {'/'.join(row.weights)}{schemes}"

@@ -100,8 +100,11 @@ class Ops:
         """[R, H] times the packed head [V, H] → [R, V] float32."""
         return self.linear(x, handle).float()
 
-    def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
-        """[T] int64, [V, H] → [T, H]."""
+    def embedding(self, ids: Tensor, table: Any) -> Tensor:
+        """[T] int64, [V, H] → [T, H].
+
+        A quantised table is what `pack` made of it, where `BackendSpec.tables` says so: a tied head is the same one.
+        """
         return F.embedding(ids, table)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
