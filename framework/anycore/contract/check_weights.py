@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,8 +55,11 @@ def exact_rows(weight: Weight) -> Tensor:
 
 def on_device(weight: Weight, backend: Backend) -> Weight:
     """With every tensor of it uploaded."""
-    tensors = {f.name: value for f in fields(weight) if isinstance(value := getattr(weight, f.name), Tensor)}
-    return replace(weight, **{name: backend.memory.upload(tensor) for name, tensor in tensors.items()})
+    tensors: dict[str, Any] = {}
+    for field in fields(weight):
+        if isinstance(value := getattr(weight, field.name), Tensor):
+            tensors[field.name] = backend.memory.upload(value)
+    return replace(weight, **tensors)
 
 
 def rounding(weight: Weight, absolute: float) -> float:
