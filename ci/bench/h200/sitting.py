@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("part", choices=("offline", "pooled", "start", "http", "table"))
     parser.add_argument("folders", nargs="+", metavar="FOLDER")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--workloads", default=",".join(KINDS), help="offline: which of them (default: %(default)s)")
+    parser.add_argument("--engines", default="anycore,vllm", help="start: which of them (default: %(default)s)")
     parser.add_argument("--share", type=float, help="of the card, for each engine (default: 0.45; pooled: 0.3)")
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--fronts", type=int, default=1, help="http: front processes of anycore")
@@ -73,7 +75,7 @@ def keep(out: Path, row: Row) -> None:
 
 
 def offline(folder: str, options: argparse.Namespace) -> Any:
-    return alternate(folder, "generate", KINDS, options)
+    return alternate(folder, "generate", tuple(options.workloads.split(",")), options)
 
 
 def pooled(folder: str, options: argparse.Namespace) -> Any:
@@ -104,7 +106,7 @@ def alternate(folder: str, task: str, kinds: tuple[str, ...], options: argparse.
 
 def start(folder: str, options: argparse.Namespace) -> Any:
     """Each engine alone on the card, with no caches, then with those it made."""
-    for engine in ("anycore", "vllm"):
+    for engine in options.engines.split(","):
         for number in range(options.rounds):
             if not number:
                 clear_caches()
