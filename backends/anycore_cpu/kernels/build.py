@@ -37,12 +37,12 @@ class Level:
 
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-BF16 = AVX512 | {"avx512_bf16"}
-AMX = BF16 | {"amx_tile", "amx_bf16"}
+BF16 = AVX512 | {"avx512_vnni", "avx512_bf16"}
+AMX = BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 
 LEVELS = (
-    Level("amx", AMX, ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")),
-    Level("avx512-bf16", BF16, ("-march=x86-64-v4", "-mavx512bf16")),
+    Level("amx", AMX, ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    Level("avx512-bf16", BF16, ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")),
     Level("avx512", AVX512, ("-march=x86-64-v4",)),
     Level("avx2", AVX2, ("-march=x86-64-v3",)),
     Level("generic", frozenset(), ()),

@@ -6,26 +6,13 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int PANEL_ROWS = 12, PANEL_VECTORS = 2;  // 24 sums in registers
+#elif defined(__ARM_FEATURE_BF16)
+constexpr int PANEL_ROWS = 6, PANEL_VECTORS = 4;  // 24 sums in 32 registers
+#elif defined(__aarch64__)
+constexpr int PANEL_ROWS = 5, PANEL_VECTORS = 4;  // 20 sums in 32 registers: a column of bf16 is widened into two
 #else
 constexpr int PANEL_ROWS = 4, PANEL_VECTORS = 2;  // 8 sums in 16 registers
 #endif
-
-INLINE Floats add_products(Floats total, const float* x, const float* column) { return total + *x * load(column); }
-
-INLINE Floats add_products(Floats total, const bf16* x, const bf16* column) {
-    int32_t pair;
-    std::memcpy(&pair, x, 4);
-#if defined(__AVX512BF16__)
-    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(total),
-                                                     reinterpret_cast<__m512bh>(_mm512_set1_epi32(pair)),
-                                                     load_as<__m512bh>(column)));
-#else
-    const Ints both = load_as<Ints>(column);
-    const Floats even = reinterpret_cast<Floats>(both << 16);
-    const Floats odd = reinterpret_cast<Floats>(both & static_cast<int32_t>(0xffff0000));
-    return total + widen(x[0]) * even + widen(x[1]) * odd;
-#endif
-}
 
 // out[ROWS][32] (+)= x[ROWS][inputs] * panel.
 template <int ROWS, class T>

@@ -10,9 +10,14 @@
 #include <immintrin.h>
 #define VECTOR_BYTES 64
 #elif defined(__AVX2__)
+#include <immintrin.h>
 #define VECTOR_BYTES 32
 #else
 #define VECTOR_BYTES 16
+#endif
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 #define INLINE inline __attribute__((always_inline))
@@ -26,6 +31,7 @@ typedef float Floats __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef int8_t Bytes __attribute__((vector_size(VECTOR_BYTES)));
 
 template <class Vector>
 INLINE Vector load_as(const void* from) {
@@ -69,6 +75,9 @@ INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof valu
 INLINE void store(bf16* to, Floats value) {
 #if defined(__AVX512BF16__)
     const auto narrow = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(value));
+    std::memcpy(to, &narrow, sizeof narrow);
+#elif defined(__ARM_FEATURE_BF16)
+    const auto narrow = vcvt_bf16_f32(reinterpret_cast<float32x4_t>(value));
     std::memcpy(to, &narrow, sizeof narrow);
 #else
     const Words bits = reinterpret_cast<Words>(value);
@@ -130,5 +139,91 @@ INLINE Floats exp(Floats x) {
 }
 
 INLINE Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(x + x) + 1.0f); }
+
+// ---- products of rows and panels -------------------------------------------------------------------------------------
+
+// total[i] + x * column[i].
+INLINE Floats add_products(Floats total, const float* x, const float* column) { return total + *x * load(column); }
+
+// total[i] + x[0] * column[2i] + x[1] * column[2i + 1].
+INLINE Floats add_products(Floats total, const bf16* x, const bf16* column) {
+    uint32_t pair;
+    std::memcpy(&pair, x, 4);
+#if defined(__AVX512BF16__)
+    return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(total),
+                                                     reinterpret_cast<__m512bh>(pair - Words{}),
+                                                     load_as<__m512bh>(column)));
+#elif defined(__ARM_FEATURE_BF16)
+    return reinterpret_cast<Floats>(vbfdotq_f32(reinterpret_cast<float32x4_t>(total),
+                                                reinterpret_cast<bfloat16x8_t>(pair - Words{}),
+                                                load_as<bfloat16x8_t>(column)));
+#else
+    const Words both = load_as<Words>(column);
+    const Floats even = reinterpret_cast<Floats>(both << 16), odd = reinterpret_cast<Floats>(both & 0xffff0000);
+    return total + widen(x[0]) * even + widen(x[1]) * odd;
+#endif
+}
+
+// Products of bytes are summed by fours: lane i takes bytes 4i to 4i + 3, in exact int32. ARM multiplies signed bytes, x86
+// unsigned ones by signed ones.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr int ROW_OFFSET = 128;
+#else
+constexpr int ROW_OFFSET = 0;
+#endif
+
+#if defined(__AVX512F__)
+using Register = __m512i;
+#elif defined(__AVX2__)
+using Register = __m256i;
+#elif defined(__ARM_FEATURE_DOTPROD)
+using Register = int8x16_t;
+#else
+using Register = Bytes;
+#endif
+
+// `a` is unsigned on x86; elsewhere signed, as `b` is.
+INLINE Ints add_fours(Ints total, Bytes a, Bytes b) {
+    const Register first = reinterpret_cast<Register>(a), second = reinterpret_cast<Register>(b);
+#if defined(__AVX512VNNI__)
+    return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(reinterpret_cast<Register>(total), first, second));
+#elif defined(__AVX512F__)
+    return total + reinterpret_cast<Ints>(_mm512_madd_epi16(_mm512_maddubs_epi16(first, second), _mm512_set1_epi16(1)));
+#elif defined(__AVXVNNI__)
+    return reinterpret_cast<Ints>(_mm256_dpbusd_avx_epi32(reinterpret_cast<Register>(total), first, second));
+#elif defined(__AVX2__)
+    return total + reinterpret_cast<Ints>(_mm256_madd_epi16(_mm256_maddubs_epi16(first, second), _mm256_set1_epi16(1)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return reinterpret_cast<Ints>(vdotq_s32(reinterpret_cast<int32x4_t>(total), first, second));
+#else
+    for (int i = 0; i < VECTOR_BYTES; i++) total[i / 4] += first[i] * second[i];
+    return total;
+#endif
+}
+
+INLINE Bytes four_bytes(const int8_t* four) {
+    int32_t bytes;
+    std::memcpy(&bytes, four, 4);
+    return reinterpret_cast<Bytes>(bytes - Ints{});
+}
+
+// total[i] + the products of four bytes of a row, -127 to 127, and bytes 4i to 4i + 3 of weights, -128 to 127. What is
+// summed over a column comes out too high by ROW_OFFSET times the sum of its weights.
+INLINE Ints add_byte_products(Ints total, const int8_t* row, Bytes weights) {
+    const Bytes bytes = four_bytes(row);
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    return add_fours(total, bytes ^ static_cast<int8_t>(-128), weights);
+#elif defined(__AVX2__)
+    const Bytes minus = reinterpret_cast<Bytes>(weights < 0);  // goes to the row: -128 becomes the unsigned 128
+    return add_fours(total, (weights ^ minus) - minus, (bytes ^ minus) - minus);
+#else
+    return add_fours(total, bytes, weights);
+#endif
+}
+
+// The same with weights of 0 to 15, and the sum exact: they are the unsigned ones.
+INLINE Ints add_nibble_products(Ints total, const int8_t* row, Bytes weights) {
+    return add_fours(total, weights, four_bytes(row));
+}
 
 }  // namespace anycore
