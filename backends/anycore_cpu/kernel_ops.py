@@ -9,9 +9,9 @@ from torch import Tensor
 from anycore.contract.batch import Batch
 from anycore.contract.ops import HeadNorms
 from anycore.contract.weights import Weight
-from anycore_cpu.kernels.attention import KernelPlan
+from anycore_cpu.kernels.attention import DTYPES, KernelPlan
 from anycore_cpu.kernels.library import Kernels, PackedMatrix
-from anycore_cpu.ops import PACKED_DTYPES, CpuOps
+from anycore_cpu.ops import CpuOps
 
 
 class KernelOps(CpuOps):
@@ -54,7 +54,7 @@ class KernelOps(CpuOps):
 
     def pack(self, weight: Weight) -> Tensor | PackedMatrix:
         data = weight.dense()
-        return self.kernels.pack(data) if data.dtype in PACKED_DTYPES else data
+        return self.kernels.pack(data) if data.dtype in DTYPES else data
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         if isinstance(handle, PackedMatrix):

@@ -61,7 +61,7 @@ SPEC = BackendSpec(
     open=open_device,
     priority=0,
     evidence=Path(__file__).parent / "evidence",
-    copied_dtypes=("bfloat16",),
+    copied_dtypes=("float32", "bfloat16"),
     workspace=workspace,
     memory_utilization=0.5,  # the rest of the machine's memory is not ours alone
 )

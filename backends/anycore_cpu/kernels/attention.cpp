@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "panels.hpp"
+#include "replay.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
 
@@ -410,3 +411,5 @@ extern "C" void anycore_attention(const anycore::Attention* what) {
     else
         anycore::attend<anycore::bf16>(*what);
 }
+
+RECORDED(anycore_attention)

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "replay.hpp"
 #include "threads.hpp"
 #include "vectors.hpp"
 
@@ -153,3 +154,6 @@ void anycore_activation(const void* x, long rows, long width, int kind, int gate
 }
 
 }
+
+RECORDED(anycore_norm)
+RECORDED(anycore_activation)

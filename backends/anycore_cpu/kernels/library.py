@@ -22,12 +22,16 @@ ADDRESS, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes
 SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, ...]]] = {
     "anycore_prepare": (INT, ()),
     "anycore_threads": (None, (INT,)),
-    "anycore_packed_size": (LONG, (LONG, LONG)),
-    "anycore_pack": (None, (ADDRESS, LONG, LONG, LONG, ADDRESS)),
+    "anycore_packed_size": (LONG, (LONG, LONG, INT)),
+    "anycore_pack": (None, (ADDRESS, LONG, LONG, LONG, INT, ADDRESS)),
     "anycore_attention": (None, (ctypes.POINTER(Arguments),)),
     "anycore_norm": (None, (*[ADDRESS] * 4, FLOAT, LONG, LONG, INT, INT, ADDRESS, ADDRESS)),
     "anycore_activation": (None, (ADDRESS, LONG, LONG, INT, INT, INT, ADDRESS)),
-    "anycore_linear": (None, (ADDRESS, LONG, LONG, ADDRESS, LONG, LONG, ADDRESS, ADDRESS, INT)),
+    "anycore_linear": (None, (ADDRESS, LONG, LONG, ADDRESS, LONG, LONG, ADDRESS, ADDRESS, INT, INT)),
+    "anycore_gather": (None, (*[ADDRESS, ADDRESS, LONG] * 3, LONG, LONG, FLOAT, INT, ADDRESS)),
+    "anycore_angles": (None, (ADDRESS, ADDRESS, FLOAT, LONG, LONG, ADDRESS, ADDRESS)),
+    "anycore_pool": (None, (ADDRESS, ADDRESS, LONG, LONG, INT, INT, ADDRESS)),
+    "anycore_replay": (None, (ADDRESS, LONG)),
 }
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -36,7 +40,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A bfloat16 matrix [outputs, inputs] in panels that the kernels read from end to end."""
+    """A matrix [outputs, inputs], float32 or bfloat16, in panels that the kernels read from end to end."""
 
     data: Tensor
     outputs: int
@@ -65,24 +69,26 @@ class Kernels:
         self._library.anycore_threads(count)
 
     def pack(self, weight: Tensor) -> PackedMatrix:
-        """[outputs, inputs] bfloat16 → the same numbers in panels."""
+        """[outputs, inputs] → the same numbers in panels."""
         outputs, inputs = weight.shape
+        wide = is_wide(weight.dtype)
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        data = torch.empty(self._library.anycore_packed_size(outputs, inputs), dtype=torch.bfloat16)
-        self._library.anycore_pack(weight.data_ptr(), weight.stride(0), outputs, inputs, data.data_ptr())
+        data = torch.empty(self._library.anycore_packed_size(outputs, inputs, wide), dtype=weight.dtype)
+        self._library.anycore_pack(weight.data_ptr(), weight.stride(0), outputs, inputs, wide, data.data_ptr())
         return PackedMatrix(data, outputs, inputs)
 
     def linear(self, x: Tensor, matrix: PackedMatrix, bias: Tensor | None, wide: bool = False) -> Tensor:
         """[.., inputs] → [.., outputs], in float32 if `wide`."""
-        if x.dtype != torch.bfloat16 or x.shape[-1] != matrix.inputs:
-            wanted = f"bfloat16 rows of {matrix.inputs}"
+        dtype = matrix.data.dtype
+        if x.dtype != dtype or x.shape[-1] != matrix.inputs:
+            wanted = f"{str(dtype).removeprefix('torch.')} rows of {matrix.inputs}"
             raise ValueError(f"a packed matrix is multiplied by {wanted}, not by {x.dtype} {tuple(x.shape)}")
         rows = x.reshape(-1, matrix.inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        bias = None if bias is None else bias.to(torch.bfloat16).contiguous()
-        out = torch.empty(*x.shape[:-1], matrix.outputs, dtype=torch.float32 if wide else torch.bfloat16)
+        bias = None if bias is None else bias.to(dtype).contiguous()
+        out = torch.empty(*x.shape[:-1], matrix.outputs, dtype=torch.float32 if wide else dtype)
         self._library.anycore_linear(
             rows.data_ptr(),
             len(rows),
@@ -92,6 +98,7 @@ class Kernels:
             matrix.outputs,
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
+            is_wide(dtype),
             wide,
         )
         return out

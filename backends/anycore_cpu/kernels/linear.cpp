@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "panels.hpp"
+#include "replay.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
 
@@ -11,8 +12,8 @@ namespace {
 constexpr long ROWS = 128;          // of a task: they stay in a core's cache while a panel passes by
 constexpr long SERIAL = 1L << 18;   // products that are done before another thread has woken up
 
-template <class Out>
-void finish(const float* sums, long rows, long columns, const bf16* bias, Out* out, long stride) {
+template <class T, class Out>
+void finish(const float* sums, long rows, long columns, const T* bias, Out* out, long stride) {
     for (long r = 0; r < rows; r++, sums += COLUMNS, out += stride) {
         long c = 0;
         for (; c + LANES <= columns; c += LANES) {
@@ -23,17 +24,16 @@ void finish(const float* sums, long rows, long columns, const bf16* bias, Out* o
     }
 }
 
-template <class Out>
-void linear(const bf16* x, long rows, long stride, const bf16* packed, long inputs, long outputs, const bf16* bias,
-            Out* out) {
-    const long padded = padded_inputs<bf16>(inputs);
+template <class T, class Out>
+void linear(const T* x, long rows, long stride, const T* packed, long inputs, long outputs, const T* bias, Out* out) {
+    const long padded = padded_inputs<T>(inputs);
     static thread_local Scratch scratch;
     if (padded != inputs) {  // the kernel reads whole steps of inputs
-        scratch.reserve(static_cast<size_t>(rows * padded) * sizeof(bf16), 1);
-        bf16* copy = scratch.take<bf16>(rows * padded);
+        scratch.reserve(static_cast<size_t>(rows * padded) * sizeof(T), 1);
+        T* copy = scratch.take<T>(rows * padded);
         for (long r = 0; r < rows; r++) {
             std::copy_n(x + r * stride, inputs, copy + r * padded);
-            std::fill_n(copy + r * padded + inputs, padded - inputs, bf16{0});
+            std::fill_n(copy + r * padded + inputs, padded - inputs, T{});
         }
         x = copy;
         stride = padded;
@@ -54,39 +54,56 @@ void linear(const bf16* x, long rows, long stride, const bf16* packed, long inpu
         parallel_for(panels * blocks, task);
 }
 
+// weight [outputs, inputs] with rows `stride` apart → panels.
+template <class T>
+void pack(const T* weight, long stride, long outputs, long inputs, T* packed) {
+    constexpr long TOGETHER = sizeof(T) == 2 ? 2 : 1;
+    const long padded = padded_inputs<T>(inputs);
+    parallel_for((outputs + COLUMNS - 1) / COLUMNS, [&](long panel) {
+        T* to = packed + panel * COLUMNS * padded;
+        for (long k = 0; k < padded; k++)
+            for (long c = 0; c < COLUMNS; c++) {
+                const long row = panel * COLUMNS + c;
+                to[(k / TOGETHER * COLUMNS + c) * TOGETHER + k % TOGETHER] =
+                    row < outputs && k < inputs ? weight[row * stride + k] : T{};
+            }
+    });
+}
+
 }  // namespace
 }  // namespace anycore
 
 extern "C" {
 
-// Numbers that a packed matrix [outputs, inputs] has.
-long anycore_packed_size(long outputs, long inputs) {
+// Numbers that a packed matrix [outputs, inputs] has: of float if `wide`, else of bf16.
+long anycore_packed_size(long outputs, long inputs, int wide) {
     using namespace anycore;
-    return (outputs + COLUMNS - 1) / COLUMNS * COLUMNS * padded_inputs<bf16>(inputs);
+    return (outputs + COLUMNS - 1) / COLUMNS * COLUMNS * (wide ? padded_inputs<float>(inputs) : padded_inputs<bf16>(inputs));
 }
 
 // weight [outputs, inputs] with rows `stride` apart → panels.
-void anycore_pack(const uint16_t* weight, long stride, long outputs, long inputs, uint16_t* packed) {
+void anycore_pack(const void* weight, long stride, long outputs, long inputs, int wide, void* packed) {
     using namespace anycore;
-    const long padded = padded_inputs<bf16>(inputs);
-    parallel_for((outputs + COLUMNS - 1) / COLUMNS, [&](long panel) {
-        bf16* to = packed + panel * COLUMNS * padded;
-        for (long k = 0; k < padded; k++)
-            for (long c = 0; c < COLUMNS; c++) {
-                const long row = panel * COLUMNS + c;
-                to[k / 2 * COLUMNS * 2 + c * 2 + k % 2] = row < outputs && k < inputs ? weight[row * stride + k] : 0;
-            }
-    });
+    wide ? pack(static_cast<const float*>(weight), stride, outputs, inputs, static_cast<float*>(packed))
+         : pack(static_cast<const bf16*>(weight), stride, outputs, inputs, static_cast<bf16*>(packed));
 }
 
-// out [rows, outputs] = x [rows, inputs] times the matrix, plus bias if there is one; out is float if `wide`.
-void anycore_linear(const uint16_t* x, long rows, long stride, const uint16_t* packed, long inputs, long outputs,
-                    const uint16_t* bias, void* out, int wide) {
+// out [rows, outputs] = x [rows, inputs] times the matrix, plus bias if there is one. `wide`: x, matrix and bias are of
+// float, else of bf16; out is of float if either is said to be wide.
+void anycore_linear(const void* x, long rows, long stride, const void* packed, long inputs, long outputs,
+                    const void* bias, void* out, int wide, int wide_out) {
     using namespace anycore;
+    const auto* narrow = static_cast<const bf16*>(x);
+    const auto *matrix = static_cast<const bf16*>(packed), *added = static_cast<const bf16*>(bias);
     if (wide)
-        linear(x, rows, stride, packed, inputs, outputs, bias, static_cast<float*>(out));
+        linear(static_cast<const float*>(x), rows, stride, static_cast<const float*>(packed), inputs, outputs,
+               static_cast<const float*>(bias), static_cast<float*>(out));
+    else if (wide_out)
+        linear(narrow, rows, stride, matrix, inputs, outputs, added, static_cast<float*>(out));
     else
-        linear(x, rows, stride, packed, inputs, outputs, bias, static_cast<bf16*>(out));
+        linear(narrow, rows, stride, matrix, inputs, outputs, added, static_cast<bf16*>(out));
 }
 
 }
+
+RECORDED(anycore_linear)
