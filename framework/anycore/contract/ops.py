@@ -5,6 +5,7 @@ T rows in the step, H hidden size, Hq/Hkv query and KV heads, D head size, V voc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -106,6 +107,26 @@ class Ops:
         A quantised table is what `pack` made of it, where `BackendSpec.tables` says so: a tied head is the same one.
         """
         return F.embedding(ids, table)
+
+    def embedding_sum(self, parts: Sequence[tuple[Tensor | None, Any]], scale: float = 1.0) -> Tensor:
+        """The sum of `embedding(ids, table)` of several parts, times `scale`. Ids of None: the first row for all."""
+        total: Tensor | None = None
+        for ids, table in parts:
+            rows = table[0] if ids is None else self.embedding(ids, table)
+            total = rows if total is None else total + rows
+        assert total is not None
+        return total if scale == 1.0 else total * scale
+
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """[T] int64, [D/2] float32 → `scale` times cos and sin of their products [T, D/2] float32."""
+        angles = positions[:, None] * frequencies  # times float32 they are float32: one pass
+        if scale == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * scale, angles.sin() * scale
+
+    def wanted(self, x: Tensor, batch: Batch) -> Tensor:
+        """[T, H] → [R, H]: the rows of `batch.output_rows`."""
+        return batch.wanted(x)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual) * weight, x + residual). `weight` [H] is float32, the mean is taken in float32.

@@ -20,6 +20,7 @@ class Layer:
 
     def __init__(self, ops: Ops, weights: Weights, spec: ModelSpec, index: int) -> None:
         name = f"layers.{index}"
+        self.ops = ops
         before_attention = RMSNorm(ops, weights, f"{name}.input_layernorm", spec)
         self.qkv = NormLinear(before_attention, Linear(ops, weights, f"{name}.self_attn.qkv_proj"))
         self.attention = Attention(ops, weights, spec, index, f"{name}.self_attn")
@@ -42,7 +43,7 @@ class Layer:
         x, residual = self.qkv(x, residual)
         x = self.attention(x, batch, angles)
         if last:
-            x, residual = batch.wanted(x), batch.wanted(residual)
+            x, residual = self.ops.wanted(x, batch), self.ops.wanted(residual, batch)
         x = self.out(x)
         if self.after is not None:
             x, _ = self.after[0](x)
@@ -66,9 +67,9 @@ class Decoder:
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self.table.dtype))
         self.layers = [Layer(ops, weights, spec, index) for index in range(spec.layers)]
         self.norm = RMSNorm(ops, weights, "norm", spec)
-        self.rotary = Rotary(spec.rope, spec.head_dim, self.table.device)
+        self.rotary = Rotary(ops, spec.rope, spec.head_dim, self.table.device)
         self.rotary_local = (
-            Rotary(spec.rope_local, spec.head_dim, self.table.device) if spec.rope_local else self.rotary
+            Rotary(ops, spec.rope_local, spec.head_dim, self.table.device) if spec.rope_local else self.rotary
         )
         self.head: Linear | None = None
         self.scorer: Linear | None = None
@@ -83,9 +84,7 @@ class Decoder:
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the hidden states [R, H] of `batch.output_rows`, after the final norm."""
-        x = self.ops.embedding(batch.input_ids, self.table)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
+        x = self.ops.embedding_sum([(batch.input_ids, self.table)], self.embedding_scale)
         angles = self.rotary(batch.positions)
         local = angles if self.rotary_local is self.rotary else self.rotary_local(batch.positions)
         residual: Tensor | None = None

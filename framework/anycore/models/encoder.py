@@ -29,7 +29,7 @@ class Layer:
         """[T, H] → [T, H]; after the last layer's attention only the wanted rows go on."""
         attended = self.attention(self.qkv(x), batch)
         if last:
-            x, attended = batch.wanted(x), batch.wanted(attended)
+            x, attended = self.ops.wanted(x, batch), self.ops.wanted(attended, batch)
         x = self.attention_norm(self.out(attended), x)[0]
         return self.norm(self.down(self.ops.activation(self.up(x), self.kind)), x)[0]
 
@@ -53,9 +53,8 @@ class Encoder:
     def forward(self, batch: Batch) -> Tensor:
         """Return the last layer's hidden states [R, H] of `batch.output_rows`."""
         ops = self.ops
-        x = ops.embedding(batch.input_ids, self.words)
-        x = x + (self.types[0] if batch.token_types is None else ops.embedding(batch.token_types, self.types))
-        x = self.norm(x + ops.embedding(batch.positions, self.positions))[0]
+        words, types = (batch.input_ids, self.words), (batch.token_types, self.types)
+        x = self.norm(ops.embedding_sum([words, types, (batch.positions, self.positions)]))[0]
         for layer in self.layers:
             x = layer(x, batch, last=layer is self.layers[-1])
         return x

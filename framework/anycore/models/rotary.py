@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from anycore.contract.ops import Ops
 from anycore.models.spec import RopeSpec
 
 TWO_PI = 2 * math.pi
@@ -18,7 +19,8 @@ class Rotary:
     They are computed once a step rather than looked up: a table would hold every position the model could ever reach.
     """
 
-    def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
+    def __init__(self, ops: Ops, rope: RopeSpec, head_dim: int, device: torch.device) -> None:
+        self.ops = ops
         self.rope = rope
         self.head_dim = head_dim
         frequencies, self.scale = rope_frequencies(rope, head_dim)
@@ -27,11 +29,11 @@ class Rotary:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """[T] int64 → cos, sin [T, D/2] float32."""
-        places = positions[:, None]  # times float32 they are float32: one pass
-        angles = places * (self.stretched(places.float()) if self.rope.kind == "dynamic" else self.frequencies)
-        if self.scale == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.scale, angles.sin() * self.scale
+        if self.rope.kind != "dynamic":
+            return self.ops.angles(positions, self.frequencies, self.scale)
+        places = positions[:, None]
+        angles = places * self.stretched(places.float())
+        return angles.cos(), angles.sin()
 
     def stretched(self, places: Tensor) -> Tensor:
         """Frequencies [T, D/2] of "dynamic": beyond the trained length, the base grows with the position.
