@@ -42,9 +42,6 @@ def read(config: Config, architectures: Iterable[Architecture] = ()) -> ModelSpe
             f"architecture {name} is not known.{hint} Known: {', '.join(ARCHITECTURES)}; "
             "others can come from a plugin (hook register_models)"
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "an unnamed method")
-        raise Unsupported(f"the checkpoint is quantised ({method}), which is not supported: use the unquantised one")
     return ARCHITECTURES[name](flatten(config) | {"architecture": name})
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under their Hugging Face names, dequantised one at a time: a `loader.Checkpoint`."""
+"""The tensors of a GGUF file under their Hugging Face names, dequantised one at a time: a `checkpoint.Checkpoint`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anycore.contract.formats import Format
 from anycore.errors import Unsupported, WeightsError
 from anycore.models.gguf import GgufFile
 from anycore.models.gguf_config import config_of
@@ -74,6 +75,7 @@ class GgufCheckpoint:
         stored = sorted(self.file.tensors.values(), key=lambda t: t.offset)
         self._stored = {self._name(t.name, names): t for t in stored if t.name not in IN_CONFIG}
         self.shapes = {name: info.shape for name, info in self._stored.items()}
+        self.formats: dict[str, Format] = {}
         self._check_types()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

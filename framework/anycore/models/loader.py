@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from anycore.errors import WeightsError
 from anycore.models.decoder import Decoder
 from anycore.models.encoder import Encoder
 from anycore.models.layers import Dense
-from anycore.models.parameters import Parameter, dense, parameters
+from anycore.models.checkpoint import Checkpoint, open_checkpoint
+from anycore.models.parameters import Parameter, canonical, dense, parameters
 from anycore.models.shards import Safetensors
 from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec
@@ -38,36 +39,6 @@ AHEAD = 1 << 30
 NAMED = 8
 """How many tensors a message names before it only counts them."""
 
-
-class Checkpoint(Protocol):
-    """Where the loader's tensors come from: a folder of safetensors shards, or a GGUF file.
-
-    Names are Hugging Face's ("model.layers.0.self_attn.q_proj.weight"; prefixes such as "model." may be there or not).
-    Opening a checkpoint reads headers only and raises WeightsError for whatever is damaged in them.
-    """
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name to shape of every tensor, in the order in which reading is cheapest."""
-        ...
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, host tensor) once for each name of `shapes`, in its order.
-
-        A tensor may be a view of the file or be dequantised on the spot; it stays as it is while others are asked for.
-        """
-        ...
-
-    def file_of(self, name: str) -> str:
-        """The file that holds a tensor, for messages."""
-        ...
-
-
-PREFIXES = re.compile(
-    r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.|bert\.|roberta\.|xlm_roberta\.)"
-)
-RENAMED = ((".gamma", ".weight"), (".beta", ".bias"))
-"""Endings that BERT's first checkpoints use for their norms."""
 
 UNUSED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$|^(pooler|cls|lm_head)\.")
 """Tensors that a checkpoint may well hold though nothing here reads them: buffers, and heads of other uses."""
@@ -111,14 +82,6 @@ def check(source: Source, spec: ModelSpec) -> None:
         match(wanted, Safetensors(source.folder / module.folder), module.folder)
 
 
-def open_checkpoint(source: Source) -> Checkpoint:
-    if source.gguf is None:
-        return Safetensors(source.folder)
-    from anycore.models.gguf_weights import GgufCheckpoint
-
-    return GgufCheckpoint(source.gguf)
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a checkpoint tensor goes: rows `first` to `first + rows` of a parameter."""
@@ -134,15 +97,6 @@ class Place:
     @property
     def size(self) -> int:
         return prod(self.shape)
-
-
-def canonical(name: str) -> str:
-    """A checkpoint's name as `parameters` spells it."""
-    name = PREFIXES.sub("", name)
-    for old, new in RENAMED:
-        if name.endswith(old):
-            return name[: -len(old)] + new
-    return name
 
 
 def match(wanted: list[Parameter], checkpoint: Checkpoint, what: str) -> dict[str, Place]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -25,10 +26,28 @@ class Parameter:
     packed: bool = False  # a matrix that `ops.linear` multiplies by
     exact: bool = False  # stays in float32 whatever the model's dtype
     optional: bool = False  # a tied head: taken from the file only if it differs from the embedding table
+    table: bool = False  # rows are looked up in it by token id
+    head: bool = False  # the language-model head
 
     @property
     def size(self) -> int:
         return prod(self.shape)
+
+
+PREFIXES = re.compile(
+    r"^(model\.language_model\.|language_model\.model\.|language_model\.|model\.|bert\.|roberta\.|xlm_roberta\.)"
+)
+RENAMED = ((".gamma", ".weight"), (".beta", ".bias"))
+"""Endings that BERT's first checkpoints use for their norms."""
+
+
+def canonical(name: str) -> str:
+    """A checkpoint's name as `parameters` spells it."""
+    name = PREFIXES.sub("", name)
+    for old, new in RENAMED:
+        if name.endswith(old):
+            return name[: -len(old)] + new
+    return name
 
 
 def parameters(spec: ModelSpec) -> list[Parameter]:
@@ -44,7 +63,7 @@ def counted(spec: ModelSpec) -> list[Parameter]:
 
 def decoder(spec: ModelSpec) -> Iterator[Parameter]:
     hidden, queries, keys = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    yield plain("embed_tokens.weight", spec.vocab_size, hidden)
+    yield plain("embed_tokens.weight", spec.vocab_size, hidden, table=True)
     for i in range(spec.layers):
         attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
         qkv = {f"{attention}.q_proj": queries, f"{attention}.k_proj": keys, f"{attention}.v_proj": keys}
@@ -64,15 +83,15 @@ def decoder(spec: ModelSpec) -> Iterator[Parameter]:
     yield norm("norm.weight", hidden)
     if spec.head == "lm":
         # Not packed: a reranker takes two of its rows, and a tied head is the embedding table.
-        shape = (spec.vocab_size, hidden)
-        yield Parameter("lm_head.weight", shape, (("lm_head.weight", spec.vocab_size),), optional=spec.tied)
+        parts = (("lm_head.weight", spec.vocab_size),)
+        yield Parameter("lm_head.weight", (spec.vocab_size, hidden), parts, optional=spec.tied, head=True)
     elif spec.head == "classifier":
         yield from linear("score", {"score": labels(spec)}, hidden, bias=False)
 
 
 def encoder(spec: ModelSpec) -> Iterator[Parameter]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    yield plain("embeddings.word_embeddings.weight", spec.vocab_size, hidden)
+    yield plain("embeddings.word_embeddings.weight", spec.vocab_size, hidden, table=True)
     yield plain("embeddings.position_embeddings.weight", spec.max_positions + spec.position_offset, hidden)
     yield plain("embeddings.token_type_embeddings.weight", spec.token_type_count, hidden)
     yield from layer_norm("embeddings.LayerNorm", hidden)
@@ -104,8 +123,8 @@ def dense(spec: ModelSpec) -> list[tuple[DenseSpec, list[Parameter]]]:
     return [(m, list(linear("linear", {"linear": m.outputs}, m.inputs, m.bias, exact=True))) for m in modules]
 
 
-def plain(name: str, *shape: int) -> Parameter:
-    return Parameter(name, shape, ((name, shape[0]),))
+def plain(name: str, *shape: int, table: bool = False) -> Parameter:
+    return Parameter(name, shape, ((name, shape[0]),), table=table)
 
 
 def norm(name: str, width: int) -> Parameter:

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from anycore.contract.formats import Format
 from anycore.errors import WeightsError
 from anycore.models.source import check_whole
 
@@ -97,7 +98,7 @@ def check_places(path: Path, entries: dict[str, Any]) -> int:
 
 
 class Safetensors:
-    """The shards of a folder as one checkpoint (see `loader.Checkpoint`)."""
+    """The shards of a folder as one checkpoint (see `checkpoint.Checkpoint`)."""
 
     def __init__(self, folder: Path) -> None:
         index = read_index(folder)
@@ -109,6 +110,7 @@ class Safetensors:
                     raise WeightsError(f"{name} is both in {self.owner[name].path} and in {shard.path}: remove one")
                 self.owner[name] = shard
         self.shapes = {name: shard.shapes[name] for name, shard in self.owner.items()}
+        self.formats: dict[str, Format] = {}
         for name, file in index.items():
             if name not in self.owner or self.owner[name].path.name != file:
                 raise WeightsError(f"{folder / INDEX} says that {name} is in {file}, which does not hold it")

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from anycore.contract.declare import DTYPES, Need, Task
+from anycore.contract.declare import Need, Task
 from anycore.contract.sizes import KVSpec
 from anycore.models.parameters import counted
 
 if TYPE_CHECKING:
+    from anycore.models.quantization import Quantization, Stored
     from anycore.models.source import Source
 
 
@@ -112,6 +113,7 @@ class ModelSpec:
     head: str | None = None  # "lm", "classifier", or None: the hidden states are the result
     pooling: PoolingSpec | None = None
     score: ScoreSpec | None = None
+    stored: Stored | None = None  # how the checkpoint holds its weights, where they are quantised
 
     @property
     def vector_size(self) -> int:
@@ -124,9 +126,11 @@ class ModelSpec:
         """Number of weights the loaded model holds; a tied head counts once."""
         return sum(p.size for p in counted(self))
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Bytes of all weights when loaded as `dtype`. Exact: norms and dense modules stay in float32."""
-        return sum(p.size * DTYPES["float32" if p.exact else dtype] for p in counted(self))
+    def weight_bytes(self, dtype: str, quantization: Quantization | None = None) -> int:
+        """Bytes of all weights when loaded as `dtype`, or in their formats. Exact: norms stay in float32."""
+        from anycore.models.quantization import pieces  # it is made of the nouns above
+
+        return sum(piece.bytes(dtype) for p in counted(self) for piece in pieces(p, quantization))
 
     def kv(self, block_size: int, dtype: str) -> KVSpec:
         """The paged KV cache this model needs."""
@@ -166,7 +170,8 @@ def read_spec(source: Source, architectures: Iterable[Architecture] = (), poolin
         Unsupported: no architecture of that name is known, or it uses something anycore does not compute.
         ConfigError: a file contradicts itself, or says something that is not understood.
     """
-    from anycore.models import companions, families  # they are made of the nouns above
+    from anycore.models import companions, families, methods  # they are made of the nouns above
 
     config = source.config()
-    return companions.apply(families.read(config, architectures), source, config, pooling)
+    spec = companions.apply(families.read(config, architectures), source, config, pooling)
+    return replace(spec, stored=methods.stored(source, config, spec))

@@ -1,0 +1,169 @@
+"""Which matrices of a model are held in which format: as the checkpoint brings them, or as the user asks. No torch.
+
+A format belongs to a checkpoint's tensor, by its name without prefixes ("layers.0.self_attn.q_proj.weight"), because
+that is what files and users name. A parameter that is made of several is cut where their formats differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+from math import prod
+from typing import TYPE_CHECKING
+
+from anycore.contract.declare import DTYPES
+from anycore.contract.formats import Format
+from anycore.errors import ConfigError
+from anycore.models.parameters import Parameter, parameters
+
+if TYPE_CHECKING:
+    from anycore.models.spec import ModelSpec
+
+SPELLINGS = {"bits=8": "w8a8", "bits=4": "w4a16"}
+ONLINE = ("w8a8", "w4a16", "fp8")
+"""Schemes that dense weights can be turned into while they are loaded."""
+
+GROUPS = (32, 64, 128)
+SMALLEST = 64
+"""Matrices with fewer rows or columns stay dense: they cost little and carry much."""
+ALIGNED = 16
+"""So do those whose columns are no multiple of it: the products of devices take whole runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint's small files, or the header of its one file, say of its quantised weights."""
+
+    method: str  # what wrote it, for messages: "awq", "gptq", "compressed-tensors", "fp8", "gguf"
+    scheme: str  # a name from SCHEMES: what a backend must have to keep the weights as they are
+    formats: tuple[tuple[str, Format], ...]  # every quantised matrix by its name in the table of parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a parameter that have one format: all of them, but where its parts came in several."""
+
+    parameter: Parameter
+    first: int
+    rows: int
+    parts: tuple[tuple[str, int], ...]  # (name, rows) of the checkpoint tensors it is made of
+    format: Format | None  # None: dense
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.parameter.shape[1:])
+
+    def bytes(self, dtype: str) -> int:
+        if self.format is not None:
+            return self.format.bytes(*self.shape)
+        return prod(self.shape) * DTYPES["float32" if self.parameter.exact else dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """What is done about a model's weights: the scheme that the backend has to have, and every matrix's format."""
+
+    scheme: str
+    formats: Mapping[str, Format]  # by the names of checkpoint tensors; those that are not there are dense
+
+
+def pieces(parameter: Parameter, quantization: Quantization | None) -> Iterator[Piece]:
+    """Cut a parameter where the formats of its parts change."""
+    first = 0
+    formats = quantization.formats if quantization is not None else {}
+    for kind, run in groupby(parameter.parts, lambda part: formats.get(part[0])):
+        parts = tuple(run)
+        rows = sum(count for _, count in parts)
+        yield Piece(parameter, first, rows, parts, kind)
+        first += rows
+
+
+def scheme_of(asked: str) -> str:
+    """`--quantization` with its other spellings undone."""
+    return SPELLINGS.get(asked, asked)
+
+
+def schemes(asked: str, stored: Stored | None) -> list[str | None]:
+    """The schemes to ask a backend for, best first; None: dense weights.
+
+    A GGUF file is made dense where a backend cannot keep its blocks, as it always could; others are not unasked.
+    """
+    asked = scheme_of(asked)
+    if asked == "none" or (asked == "auto" and stored is None):
+        return [None]
+    if asked != "auto":
+        return [asked]
+    assert stored is not None
+    return ["gguf", None] if stored.scheme == "gguf" else [stored.scheme]
+
+
+def quantization(
+    spec: ModelSpec, asked: str, scheme: str | None, group: int, tables: bool, keep_dense: Iterable[str] = ()
+) -> Quantization | None:
+    """What is done about the weights of `spec`, if a backend was found that has `scheme`.
+
+    Raises:
+        ConfigError: a pattern of `keep_dense` names no matrix.
+    """
+    kept = matched(spec, keep_dense)
+    if scheme is None:
+        return None
+    if scheme_of(asked) == "auto":
+        assert spec.stored is not None
+        every = dict(spec.stored.formats)
+    else:
+        every = {name: wanted for p in parameters(spec) if (wanted := online(p, scheme, group)) for name, _ in p.parts}
+    formats = {
+        name: every[name]
+        for parameter in parameters(spec)
+        if parameter.name not in kept and quantisable(parameter, spec, tables)
+        for name, _ in parameter.parts
+        if name in every
+    }
+    return Quantization(scheme, formats)
+
+
+def quantisable(parameter: Parameter, spec: ModelSpec, tables: bool) -> bool:
+    """Whether it is a matrix that is multiplied by, or a table that the backend looks up quantised rows in.
+
+    A reranker that answers yes or no looks two rows of its head up.
+    """
+    if parameter.table:
+        return tables
+    yes_no = spec.score is not None and spec.score.yes_no_ids is not None
+    return (parameter.packed and not parameter.exact) or (parameter.head and (tables or not yes_no))
+
+
+def online(parameter: Parameter, scheme: str, group: int) -> Format | None:
+    """The format that a dense matrix is turned into; None where it stays as it is."""
+    if len(parameter.shape) != 2:
+        return None
+    wanted = {"w8a8": Format("int8"), "w4a16": Format("int4", group), "fp8": Format("fp8")}[scheme]
+    rows, columns = parameter.shape
+    small = min(rows, columns) < SMALLEST
+    return None if small or columns % (wanted.group or ALIGNED) else wanted
+
+
+def matched(spec: ModelSpec, patterns: Iterable[str]) -> set[str]:
+    """The parameters that patterns such as "lm_head" or "layers.0.*" name, by their own name or that of a part.
+
+    Raises:
+        ConfigError: one names nothing.
+    """
+    found: set[str] = set()
+    every = [p for p in parameters(spec) if p.name.endswith(".weight") and len(p.shape) == 2]
+    names = {p.name: {name.removesuffix(".weight") for name in (p.name, *(part for part, _ in p.parts))} for p in every}
+    for pattern in patterns:
+        hits = {name for name, own in names.items() if any(fnmatchcase(one, pattern) for one in own)}
+        if not hits:
+            some = ", ".join(sorted(one for own in list(names.values())[:3] for one in own))
+            raise ConfigError(
+                f"--keep-dense {pattern} matches no matrix of {spec.architecture}; there are {some}, …",
+                param="keep_dense",
+            )
+        found |= hits
+    if spec.tied and "lm_head.weight" in found:
+        found.add("embed_tokens.weight")  # they are one matrix
+    return found
