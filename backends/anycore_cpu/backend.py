@@ -6,13 +6,14 @@ import ctypes
 
 import torch
 
-from anycore.contract.backend import Backend
+from anycore.contract.backend import Backend, Limits, StepFn, WholeStep
 from anycore.errors import PluginError
 from anycore_cpu.kernel_ops import KernelOps
 from anycore_cpu.kernels.library import load_best
 from anycore_cpu.memory import CpuMemory
 from anycore_cpu.ops import CpuOps
 from anycore_cpu.probe import processor_flags, usable_cores
+from anycore_cpu.replay import ReplayStep
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's numbers, from glibc's malloc.h
 
@@ -27,9 +28,12 @@ class CpuBackend(Backend):
         # torch knows OMP_NUM_THREADS and the affinity mask, but not a container's quota.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         keep_freed_memory()
-        kernels = load_best(processor_flags(), torch.get_num_threads())
+        self._kernels = kernels = load_best(processor_flags(), torch.get_num_threads())
         ops = CpuOps() if kernels is None else KernelOps(kernels)
         super().__init__(torch.device("cpu"), CpuMemory(kernels is not None), ops)
+
+    def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
+        return step if self._kernels is None else ReplayStep(step, self._kernels, limits)
 
 
 def keep_freed_memory() -> None:

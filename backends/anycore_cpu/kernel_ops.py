@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from anycore.contract.batch import Batch
+from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import HeadNorms
+from anycore.contract.sampling import adjust, raw_of, report
 from anycore.contract.weights import Weight
+from anycore_cpu.kernels import ends
 from anycore_cpu.kernels.attention import DTYPES, KernelPlan
 from anycore_cpu.kernels.library import Kernels, PackedMatrix
 from anycore_cpu.ops import CpuOps
@@ -66,6 +69,35 @@ class KernelOps(CpuOps):
             return self.kernels.linear(x, handle, None, wide=True)
         return super().logits(x, handle)
 
+    def embedding(self, ids: Tensor, table: Any) -> Tensor:
+        return ends.gather(self.kernels, [(ids, table)]) if is_plain(table) else super().embedding(ids, table)
+
+    def embedding_sum(self, parts: Sequence[tuple[Tensor | None, Any]], scale: float = 1.0) -> Tensor:
+        if all(is_plain(table) for _, table in parts):
+            return ends.gather(self.kernels, parts, scale)
+        return super().embedding_sum(parts, scale)
+
+    def angles(self, positions: Tensor, frequencies: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        return ends.angles(self.kernels, positions, frequencies, scale)
+
+    def wanted(self, x: Tensor, batch: Batch) -> Tensor:
+        if batch.output_rows is None:
+            return x
+        return ends.gather(self.kernels, [(batch.output_rows, x.contiguous())])
+
+    def pool(self, rows: Tensor, batch: Batch, kind: str) -> Tensor:
+        return ends.pool(self.kernels, rows, batch.query_starts_device, kind)
+
+    def sample(self, logits: Tensor, params: Sampling) -> Samples:
+        raw = raw_of(logits, params)
+        adjust(logits, params)
+        samples = Samples(*ends.choose(self.kernels, logits, params))
+        if raw is not None and params.logprobs is not None:
+            samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs = report(
+                raw, samples.ids, params.logprobs
+            )
+        return samples
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.kernels.norm(x, residual, weight, None, eps, centred=False)
 
@@ -79,3 +111,8 @@ class KernelOps(CpuOps):
 
     def activation(self, x: Tensor, kind: str) -> Tensor:
         return self.kernels.activation(x, kind, gated=False)
+
+
+def is_plain(table: Any) -> bool:
+    """Whether a table's rows are there to be added; quantised ones are not."""
+    return isinstance(table, Tensor) and table.dtype in DTYPES

@@ -6,6 +6,7 @@ The cache is [blocks, Hkv, K and V, block_size, D] a layer: what one head reads 
 from __future__ import annotations
 
 import ctypes
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,11 +38,16 @@ class KernelPlan:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """Made by the first layer: a step that is replayed has no use for it."""
+        batch = self.batch
         self.starts = batch.query_starts_device
         self.lengths = batch.seq_lens_device if batch.kv is not None else torch.tensor(batch.query_lens).int()
         self.slots = None if batch.slots is None else batch.slots.contiguous()
         self.tables = None if batch.block_tables is None else batch.block_tables.contiguous()
-        self.common: dict[str, Any] = {
+        return {
             "starts": self.starts.data_ptr(),
             "lengths": self.lengths.data_ptr(),
             "slots": address(self.slots),

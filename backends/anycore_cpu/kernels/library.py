@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from anycore.contract.ops import HeadNorms
 from anycore.errors import ConfigError
 from anycore_cpu.kernels import build
 from anycore_cpu.kernels.attention import DTYPES, Arguments, KernelPlan, address, arguments
+from anycore_cpu.kernels.recording import Arena, Call, OnlyKernels, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +35,8 @@ SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, .
     "anycore_gather": (None, (*[ADDRESS, ADDRESS, LONG] * 3, LONG, LONG, FLOAT, INT, ADDRESS)),
     "anycore_angles": (None, (ADDRESS, ADDRESS, FLOAT, LONG, LONG, ADDRESS, ADDRESS)),
     "anycore_pool": (None, (ADDRESS, ADDRESS, LONG, LONG, INT, INT, ADDRESS)),
-    "anycore_replay": (None, (ADDRESS, LONG)),
+    "anycore_sample": (None, (ADDRESS, LONG, LONG, *[ADDRESS] * 5, INT, ADDRESS, ADDRESS)),
+    "anycore_replay": (None, (ctypes.POINTER(Call), LONG)),
 }
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -53,7 +58,7 @@ class Kernels:
     def __init__(self, path: Path, level: str, threads: int) -> None:
         """Raises NoKernels where the system refuses it."""
         try:
-            self._library = ctypes.CDLL(str(path))
+            self._library: Any = ctypes.CDLL(str(path))
             for name, (result, arguments) in SIGNATURES.items():
                 function = getattr(self._library, name)
                 function.restype, function.argtypes = result, arguments
@@ -62,7 +67,28 @@ class Kernels:
         if self._library.anycore_prepare() != 0:
             raise build.NoKernels(f"the operating system does not let this process use level {level}")
         self.level = level
+        self._arena = Arena()
         self.set_threads(threads)
+
+    @property
+    def library(self) -> Any:
+        """Its functions, and while a step is recorded what notes their calls."""
+        return self._library
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Note the kernels that are called inside, which work in memory of their own. NotRecorded: torch computes."""
+        library = self._library
+        recorder = Recorder(library, SIGNATURES)
+        self._library = recorder
+        try:
+            with OnlyKernels(self._arena):
+                yield recorder
+        finally:
+            self._library = library
+
+    def replay(self, calls: ctypes.Array[Call]) -> None:
+        self._library.anycore_replay(calls, len(calls))
 
     def set_threads(self, count: int) -> None:
         """How many threads share a call's work, the caller among them."""
@@ -124,7 +150,7 @@ class Kernels:
             angles = None if angles is None else (angles[0].contiguous(), angles[1].contiguous())
         out = torch.empty(q.shape, dtype=q.dtype)
         what = arguments(plan, q, k, v, out, cache, scale, window, softcap, norms, angles)
-        self._library.anycore_attention(ctypes.byref(what))
+        self._library.anycore_attention(what)
         return out
 
     def norm(

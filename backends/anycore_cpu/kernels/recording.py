@@ -1,0 +1,121 @@
+"""Writing down the kernels that a step calls, to run them again in one call: what `replay.cpp` reads, and the memory
+that a recorded step works in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FORMATS: dict[Any, str] = {ctypes.c_void_p: "=Q", ctypes.c_long: "=q", ctypes.c_int: "=q", ctypes.c_float: "=f4x"}
+"""How an argument lies in a word of 8 bytes: in its first ones."""
+
+Signatures = Mapping[str, tuple[Any, tuple[Any, ...]]]
+
+
+class NotRecorded(Exception):
+    """A step is made of more than kernels; says of what."""
+
+
+class Call(ctypes.Structure):
+    """`struct Call` of replay.cpp."""
+
+    _fields_ = (("run", ctypes.c_void_p), ("words", ctypes.c_void_p))
+
+
+class Arena:
+    """Memory of recorded steps. What a step has let go of is taken again by its later calls, and by other steps: they
+    run one at a time. Pieces are powers of two, so that steps of different sizes find the same ones.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._free: dict[int, list[int]] = defaultdict(list)  # addresses by size
+        self._memory: list[Tensor] = []
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """As `torch.empty`; the piece is free again when the last view of it is gone."""
+        count = max(1, torch.Size(shape).numel())
+        size = max(64, 1 << (count * dtype.itemsize - 1).bit_length())
+        if not self._free[size]:
+            self._memory.append(torch.empty(size + 64, dtype=torch.uint8))
+            self._free[size].append(self._memory[-1].data_ptr() + 63 & ~63)
+            self.bytes += size + 64
+        place = self._free[size].pop()
+        piece = (ctypes.c_char * size).from_address(place)  # which torch holds on to
+        weakref.finalize(piece, self._free[size].append, place).atexit = False
+        return torch.frombuffer(piece, dtype=dtype, count=count)[: torch.Size(shape).numel()].view(shape)
+
+
+class Recorder:
+    """Stands where the library does: calls its kernels, and writes the calls down."""
+
+    def __init__(self, library: ctypes.CDLL, signatures: Signatures) -> None:
+        self._library = library
+        self._signatures = signatures
+        self._calls: list[tuple[int, ctypes.Array[ctypes.c_char]]] = []
+        self._kept: list[ctypes.Structure] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        try:
+            recorded = getattr(self._library, f"{name}_recorded")
+        except AttributeError:
+            raise NotRecorded(f"{name} has no way to be called again") from None
+        place = ctypes.cast(recorded, ctypes.c_void_p).value
+        types = self._signatures[name][1]
+
+        def called(*arguments: Any) -> None:
+            getattr(self._library, name)(*arguments)
+            assert place is not None
+            self._calls.append((place, self._words(types, arguments)))
+
+        return called
+
+    def program(self) -> tuple[ctypes.Array[Call], list[Any]]:
+        """All calls so far, and what has to live as long as they may be made."""
+        words = [words for _, words in self._calls]
+        calls = (Call * len(words))(*[Call(place, ctypes.addressof(words)) for place, words in self._calls])
+        return calls, [words, self._kept]
+
+    def _words(self, types: tuple[Any, ...], arguments: tuple[Any, ...]) -> ctypes.Array[ctypes.c_char]:
+        packed = b""
+        for kind, value in zip(types, arguments, strict=True):
+            if isinstance(value, ctypes.Structure):
+                self._kept.append(value)
+                packed += struct.pack("=Q", ctypes.addressof(value))
+            else:
+                packed += struct.pack(FORMATS[kind], value or 0)
+        return ctypes.create_string_buffer(packed, len(packed))
+
+
+class OnlyKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside it, torch may look at tensors in other ways, but not compute: nobody would repeat that. What it is asked
+    to allocate comes from an arena.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._arena = arena
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.empty.memory_format:
+            return self._arena.empty(*args[0], dtype=kwargs.get("dtype") or torch.get_default_dtype())
+        if func is torch.ops.aten.empty_like.default and args[0].is_contiguous():
+            return self._arena.empty(*args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        returns = func._schema.returns
+        if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            return func(*args, **kwargs)
+        with self:  # in inference mode what is made of views only arrives whole
+            found = func.decompose(*args, **kwargs)
+        if found is NotImplemented:
+            raise NotRecorded(f"{func} is not a kernel of the CPU backend's own")
+        return found
