@@ -16,6 +16,7 @@ from reference import edit, gap, load, packed, plain_backend, prompts, theirs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from anycore.contract.formats import Format
 from anycore.errors import WeightsError
 from anycore.models import loader
 from anycore.models.parameters import Parameter
@@ -311,6 +312,7 @@ class Endless:
 
     def __init__(self, wanted: list[Parameter]) -> None:
         self.shapes = {name: (rows, *p.shape[1:]) for p in wanted for name, rows in reversed(p.parts)}
+        self.formats: dict[str, Format] = {}
         self.asked = 0
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

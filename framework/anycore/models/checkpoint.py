@@ -10,7 +10,6 @@ from torch import Tensor
 
 from anycore.contract.formats import Format
 from anycore.contract.weights import QuantisedWeight
-from anycore.models.shards import Safetensors
 from anycore.models.source import Source
 
 
@@ -68,7 +67,9 @@ def open_checkpoint(source: Source) -> Checkpoint:
         WeightsError: they are damaged, or not what the model's small files say.
     """
     if source.gguf is None:
-        return Safetensors(source.folder)
+        from anycore.models.quantised import open_folder
+
+        return open_folder(source)
     from anycore.models.gguf_weights import GgufCheckpoint
 
     return GgufCheckpoint(source.gguf)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
-from anycore.contract.weights import DenseWeight
-from anycore.models.layers import Attention, Dense, Linear, NormLinear, RMSNorm, Weights, project
+from anycore.contract.weights import DenseWeight, QuantisedWeight
+from anycore.models.layers import Attention, Dense, Linear, NormLinear, RMSNorm, Weights, packed_table, project
 from anycore.models.rotary import Rotary
 from anycore.models.spec import ModelSpec
 
@@ -59,12 +61,14 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, dense: list[Dense]) -> None:
         assert spec.rope is not None
+        device = weights["norm.weight"].device
         self.spec = spec
         self.ops = ops
         self.dense = dense
-        self.table: Tensor = weights["embed_tokens.weight"]
+        table: Tensor | QuantisedWeight = weights["embed_tokens.weight"]
+        self.table = packed_table(table, ops)
         # As Hugging Face does, the scale is rounded to the dtype before it multiplies.
-        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=self.table.dtype))
+        self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=table.dtype))
         self.layers = [Layer(ops, weights, spec, index) for index in range(spec.layers)]
         self.norm = RMSNorm(ops, weights, "norm", spec)
         self.rotary = Rotary(ops, spec.rope, spec.head_dim, self.table.device)
@@ -76,11 +80,16 @@ class Decoder:
         if spec.head == "classifier":
             self.scorer = Linear(ops, weights, "score")
         if spec.head == "lm":
-            head: Tensor = weights.get("lm_head.weight", self.table)
-            self.head = rows_of(head, ops)
+            head: Tensor | QuantisedWeight = weights.get("lm_head.weight", table)
+            if isinstance(head, Tensor):
+                handle = ops.pack(DenseWeight(head))
+            else:
+                handle = self.table if head is table else ops.pack(head)
+            self.head = matrix(handle, ops)
             if spec.score is not None and spec.score.yes_no_ids is not None:
-                yes, no = spec.score.yes_no_ids
-                self.scorer = rows_of(head[[no, yes]], ops)
+                no_yes = torch.tensor(spec.score.yes_no_ids[::-1], device=device)
+                rows = head[no_yes] if isinstance(head, Tensor) else ops.embedding(no_yes, handle)
+                self.scorer = matrix(ops.pack(DenseWeight(rows)), ops)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the hidden states [R, H] of `batch.output_rows`, after the final norm."""
@@ -110,6 +119,6 @@ class Decoder:
         return project(vectors, self.dense)
 
 
-def rows_of(table: Tensor, ops: Ops) -> Linear:
-    """A table of token vectors, or some of its rows, as a matrix to multiply by."""
-    return Linear(ops, {"rows.weight": ops.pack(DenseWeight(table))}, "rows")
+def matrix(handle: Any, ops: Ops) -> Linear:
+    """A matrix to multiply by that is no parameter of its own: a table of token vectors, or some of its rows."""
+    return Linear(ops, {"rows.weight": handle}, "rows")

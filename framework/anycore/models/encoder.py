@@ -6,7 +6,7 @@ from torch import Tensor
 
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
-from anycore.models.layers import Attention, Dense, LayerNorm, Linear, Weights, project
+from anycore.models.layers import Attention, Dense, LayerNorm, Linear, Weights, packed_table, project
 from anycore.models.spec import ModelSpec
 
 
@@ -41,7 +41,7 @@ class Encoder:
         self.spec = spec
         self.ops = ops
         self.dense = dense
-        self.words: Tensor = weights["embeddings.word_embeddings.weight"]
+        self.words = packed_table(weights["embeddings.word_embeddings.weight"], ops)
         self.positions: Tensor = weights["embeddings.position_embeddings.weight"][spec.position_offset :]
         self.types: Tensor = weights["embeddings.token_type_embeddings.weight"]
         self.norm = LayerNorm(ops, weights, "embeddings.LayerNorm", spec)

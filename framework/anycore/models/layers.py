@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anycore.contract.batch import Batch
 from anycore.contract.ops import HeadNorms, Ops
+from anycore.contract.weights import QuantisedWeight
 from anycore.models.spec import DenseSpec, ModelSpec
 
 Weights = Mapping[str, Any]
-"""Finished parameters by name: matrices as the handles of `ops.pack`, everything else as tensors."""
+"""Finished parameters by name: matrices as the handles of `ops.pack` or as Pieces, everything else as tensors, and
+tables that are quantised as weights not packed yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A matrix whose rows are held in several formats, or whose columns stand in another order.
+
+    Each piece is a handle of `ops.pack`, and the order in which it takes the columns of what it is multiplied by.
+    """
+
+    parts: tuple[tuple[Any, Tensor | None], ...]
+
+    def multiply(self, ops: Ops, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = [ops.linear(x if order is None else x.index_select(-1, order), handle) for handle, order in self.parts]
+        out = rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
+        return out if bias is None else out + bias
 
 
 class Linear:
@@ -24,7 +43,14 @@ class Linear:
         self.bias: Tensor | None = weights.get(f"{name}.bias")
 
     def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(self.handle, Pieces):
+            return self.handle.multiply(self.ops, x, self.bias)
         return self.ops.linear(x, self.handle, self.bias)
+
+
+def packed_table(weight: Tensor | QuantisedWeight, ops: Ops) -> Any:
+    """A table as `ops.embedding` takes it: dense, or the handle of a quantised one."""
+    return weight if isinstance(weight, Tensor) else ops.pack(weight)
 
 
 class RMSNorm:
@@ -50,6 +76,10 @@ class NormLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         norm, linear = self.norm, self.linear
+        if isinstance(linear.handle, Pieces):
+            normed, total = norm(x, residual)
+            out = linear(normed)
+            return (out if self.gate is None else norm.ops.gated(out, self.gate)), total
         return norm.ops.norm_linear(x, residual, norm.weight, norm.eps, linear.handle, linear.bias, self.gate)
 
 

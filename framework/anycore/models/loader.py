@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,13 +13,17 @@ import torch
 from torch import Tensor
 
 from anycore.contract.backend import Backend
-from anycore.contract.weights import DenseWeight
+from anycore.contract.declare import DTYPES
+from anycore.contract.weights import DenseWeight, QuantisedWeight
 from anycore.errors import WeightsError
+from anycore.models.checkpoint import Checkpoint, open_checkpoint
 from anycore.models.decoder import Decoder
 from anycore.models.encoder import Encoder
-from anycore.models.layers import Dense
-from anycore.models.checkpoint import Checkpoint, open_checkpoint
+from anycore.models.gathering import Gathered, Place, copied, tensors
+from anycore.models.layers import Dense, Pieces
 from anycore.models.parameters import Parameter, canonical, dense, parameters
+from anycore.models.quantization import Quantization, Stored, pieces, words
+from anycore.models.rounding import quantise
 from anycore.models.shards import Safetensors
 from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec
@@ -30,22 +32,29 @@ from anycore.models.whole import WholeModel, forward_of
 log = logging.getLogger(__name__)
 
 Model = Decoder | Encoder | WholeModel
+Key = tuple[str, int]
+"""A piece by the name of its parameter and its first row there."""
+Made = tuple[Any, Tensor | None]
+"""What is on the device of it, and the order of its columns if that is another one."""
 
-DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-READERS = 4
-"""Threads that copy tensors out of the files, which is when these are read, and cast them."""
 AHEAD = 1 << 30
-"""Bytes they may be ahead of the device: the host's memory never holds a whole model."""
+"""Bytes that readers may be ahead of the device: the host's memory never holds a whole model."""
 NAMED = 8
 """How many tensors a message names before it only counts them."""
-
 
 UNUSED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$|^(pooler|cls|lm_head)\.")
 """Tensors that a checkpoint may well hold though nothing here reads them: buffers, and heads of other uses."""
 
 
-def load(source: Source, spec: ModelSpec, backend: Backend, dtype: str, progress: Progress | None = None) -> Model:
-    """Load a model onto the backend's device, casting its weights to `dtype`.
+def load(
+    source: Source,
+    spec: ModelSpec,
+    backend: Backend,
+    dtype: str,
+    progress: Progress | None = None,
+    quantization: Quantization | None = None,
+) -> Model:
+    """Load a model onto the backend's device, its weights in `dtype` or in the formats of `quantization`.
 
     Raises:
         WeightsError: files are damaged or incomplete; raised before any weight is read.
@@ -54,7 +63,7 @@ def load(source: Source, spec: ModelSpec, backend: Backend, dtype: str, progress
     if whole is not None:
         return WholeModel(spec, whole, dense_modules(source, spec, backend))
     checkpoint = open_checkpoint(source)
-    weights = fill(parameters(spec), checkpoint, spec.architecture, backend, dtype, progress)
+    weights = fill(parameters(spec), checkpoint, spec.architecture, backend, dtype, progress, spec.stored, quantization)
     if spec.head == "lm" and spec.tied:
         tie(weights, source)
     build = Decoder if spec.family == "decoder" else Encoder
@@ -65,7 +74,8 @@ def dense_modules(source: Source, spec: ModelSpec, backend: Backend) -> list[Den
     """The modules of sentence-transformers that follow pooling."""
     modules: list[Dense] = []
     for module, wanted in dense(spec):
-        part = fill(wanted, Safetensors(source.folder / module.folder), module.folder, backend, "float32", None)
+        checkpoint = Safetensors(source.folder / module.folder)
+        part = fill(wanted, checkpoint, module.folder, backend, "float32", None)
         modules.append(Dense(backend.ops, part, module))
     return modules
 
@@ -77,62 +87,63 @@ def check(source: Source, spec: ModelSpec) -> None:
         WeightsError: see `load`.
     """
     checkpoint = open_checkpoint(source)
-    match(parameters(spec), checkpoint, spec.architecture)
+    match(parameters(spec), checkpoint, spec.architecture, spec.stored)
     for module, wanted in dense(spec):
         match(wanted, Safetensors(source.folder / module.folder), module.folder)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a checkpoint tensor goes: rows `first` to `first + rows` of a parameter."""
-
-    parameter: Parameter
-    first: int
-    rows: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.rows, *self.parameter.shape[1:])
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape)
-
-
-def match(wanted: list[Parameter], checkpoint: Checkpoint, what: str) -> dict[str, Place]:
+def match(
+    wanted: list[Parameter],
+    checkpoint: Checkpoint,
+    what: str,
+    stored: Stored | None = None,
+    quantization: Quantization | None = None,
+) -> dict[str, Place]:
     """Return the place of each checkpoint tensor that is wanted.
 
     Raises:
-        WeightsError: a tensor is missing, there twice, or of another shape.
+        WeightsError: a tensor is missing, there twice, or of another shape or format than config.json makes it.
     """
-    places: dict[str, Place] = {}
-    for parameter in wanted:
-        first = 0
-        for name, rows in parameter.parts:
-            places[name] = Place(parameter, first, rows)
-            first += rows
+    cut = [piece for parameter in wanted for piece in pieces(parameter, quantization)]
+    shapes = {name: (rows, *p.shape[1:]) for p in wanted for name, rows in p.parts}
+    formats = dict(stored.formats) if stored is not None else {}
     found: dict[str, str] = {}
     for name, shape in checkpoint.shapes.items():
         plain = canonical(name)
-        if plain not in places:
+        if plain not in shapes:
             continue
+        where = f"{checkpoint.file_of(name)}: {name}"
         if plain in found:
-            raise WeightsError(f"{checkpoint.file_of(name)}: {name} and {found[plain]} are the same tensor twice")
+            raise WeightsError(f"{where} and {found[plain]} are the same tensor twice")
         found[plain] = name
-        if tuple(shape) != places[plain].shape:
+        if tuple(shape) != shapes[plain]:
             raise WeightsError(
-                f"{checkpoint.file_of(name)}: {name} has shape {list(shape)}, but config.json makes it "
-                f"{list(places[plain].shape)}: the two do not belong together"
+                f"{where} has shape {list(shape)}, but config.json makes it {list(shapes[plain])}: "
+                "the two do not belong together"
             )
-    missing = [name for name, place in places.items() if name not in found and not place.parameter.optional]
+        if checkpoint.formats.get(name) != formats.get(plain):
+            raise WeightsError(
+                f"{where} is {words(checkpoint.formats.get(name))}, but config.json makes it "
+                f"{words(formats.get(plain))}: the two do not belong together"
+            )
+    optional = {name for p in wanted if p.optional for name, _ in p.parts}
+    missing = [name for name in shapes if name not in found and name not in optional]
     if missing:
-        raise WeightsError(missing_message(missing, places, checkpoint, what))
-    return {name: places[plain] for plain, name in found.items()}
+        raise WeightsError(missing_message(missing, len(shapes), checkpoint, what))
+    places: dict[str, Place] = {}
+    for piece in cut:
+        names = [found[name] for name, _ in piece.parts if name in found]
+        kept = piece.format is not None and all(checkpoint.formats.get(name) == piece.format for name in names)
+        first = 0
+        for name, (_, rows) in zip(names, piece.parts, strict=False):  # an optional one may not be there
+            places[name] = Place(piece, first, rows, kept)
+            first += rows
+    return places
 
 
-def missing_message(missing: list[str], places: dict[str, Place], checkpoint: Checkpoint, what: str) -> str:
+def missing_message(missing: list[str], count: int, checkpoint: Checkpoint, what: str) -> str:
     files = sorted({checkpoint.file_of(name) for name in checkpoint.shapes})
-    text = f"{some(files)}: {len(missing)} of {len(places)} tensors of {what} are missing: {some(missing)}"
+    text = f"{some(files)}: {len(missing)} of {count} tensors of {what} are missing: {some(missing)}"
     if missing == ["lm_head.weight"]:
         text += ' (config.json does not say "tie_word_embeddings": true, so the head is a matrix of its own)'
     return text
@@ -150,72 +161,74 @@ def fill(
     backend: Backend,
     dtype: str,
     progress: Progress | None,
+    stored: Stored | None = None,
+    quantization: Quantization | None = None,
 ) -> dict[str, Any]:
-    """Return finished parameters by name: cast, fused, on the device, and packed where `ops.linear` takes them."""
-    places = match(wanted, checkpoint, what)
+    """Return finished parameters by name: cast, fused, on the device, and packed where `ops.linear` takes them.
+
+    Tables that are quantised are left for the model to pack: a tied head is the same matrix.
+    """
+    places = match(wanted, checkpoint, what, stored, quantization)
     extra = [name for name in checkpoint.shapes if name not in places and not UNUSED.search(canonical(name))]
     if extra:
         log.warning("%d tensors of the checkpoint are not used by %s: %s", len(extra), what, some(extra))
     total = sum(place.size for place in places.values())
-    lacking_rows: dict[str, int] = {}  # of parameters under way
-    finished: dict[str, Any] = {}
+    made: dict[Key, Made] = {}
     done = 0
-    for place, host in copied(places, checkpoint, dtype):
-        parameter = place.parameter
-        left = lacking_rows.pop(parameter.name, parameter.shape[0]) - place.rows
-        if left:
-            lacking_rows[parameter.name] = left
-        else:
-            weight = backend.memory.upload(host)
-            finished[parameter.name] = backend.ops.pack(DenseWeight(weight)) if parameter.packed else weight
+    for place, whole in copied(places, checkpoint, dtype, ahead_of(places, checkpoint, dtype)):
+        if whole is not None:
+            made[place.key] = finish(place, whole, backend, what)
+        del whole  # before the next one is begun
         done += place.size
         if progress is not None:
             progress("weights", done / total)
-    lacking = [p.name for p in wanted if p.name not in finished and not p.optional]
+    keys = {place.key for place in places.values()}
+    lacking = sorted(name for name, _ in keys - made.keys())
     if lacking:
         raise WeightsError(f"{what}: the checkpoint listed but did not give {some(lacking)}")
-    return finished
+    return joined(made)
 
 
-def copied(places: dict[str, Place], checkpoint: Checkpoint, dtype: str) -> Iterator[tuple[Place, Tensor]]:
-    """Yield each tensor's place once its rows are in the host's copy of the parameter, which comes with it.
-
-    Several threads copy ahead of the caller, who sends what is whole to the device meanwhile.
+def ahead_of(places: dict[str, Place], checkpoint: Checkpoint, dtype: str) -> int:
+    """Bytes that readers may be ahead. Where weights are quantised on the way, a part of the largest file is enough:
+    nobody should need more memory than they will take, and a file.
     """
-    begun: dict[str, tuple[Tensor, int]] = {}  # parameters, and the rows still to come
-    under_way: deque[tuple[Future[Tensor], Place, Tensor]] = deque()
-    ahead = 0  # bytes
+    if all(place.kept or place.piece.format is None for place in places.values()):
+        return AHEAD
+    files = Counter[str]()
+    for name in places:
+        files[checkpoint.file_of(name)] += prod(checkpoint.shapes[name]) * DTYPES[dtype]
+    return min(AHEAD, max(files.values()) // 4)
 
-    def oldest() -> tuple[Place, Tensor]:
-        nonlocal ahead
-        copy, place, host = under_way.popleft()
-        ahead -= copy.result().nbytes
-        return place, host
 
-    with ThreadPoolExecutor(READERS, "weights") as readers:
-        for name, tensor in checkpoint.tensors():
-            place = places.get(name)
-            if place is None:
-                continue
-            if tensor.dtype not in DENSE:
-                raise WeightsError(
-                    f"{checkpoint.file_of(name)}: {name} is {tensor.dtype}: quantised weights are not supported"
-                )
-            parameter = place.parameter
-            if parameter.name not in begun:
-                target = getattr(torch, "float32" if parameter.exact else dtype)
-                with torch.inference_mode(False):  # which other threads are not in
-                    begun[parameter.name] = torch.empty(parameter.shape, dtype=target), parameter.shape[0]
-            host, left = begun.pop(parameter.name)
-            if left > place.rows:
-                begun[parameter.name] = host, left - place.rows
-            rows = host[place.first : place.first + place.rows]
-            under_way.append((readers.submit(rows.copy_, tensor), place, host))
-            ahead += rows.nbytes
-            while ahead > AHEAD:
-                yield oldest()
-        while under_way:
-            yield oldest()
+def finish(place: Place, whole: Gathered, backend: Backend, what: str) -> Made:
+    """A piece on the device, and the order of its columns where that is another one."""
+    piece, upload = place.piece, backend.memory.upload
+    weight = whole.host
+    if isinstance(weight, Tensor):
+        weight = upload(weight)
+        whole.host = weight  # the host's copy is not needed any more
+        if piece.format is not None:
+            weight = quantise(weight, piece.format)
+            whole.host = weight
+    else:
+        sent: dict[str, Any] = {name: upload(part) for name, part in tensors(weight).items()}
+        weight = replace(weight, **sent)
+    order = None if whole.order is None else upload(whole.order)
+    if piece.parameter.packed:
+        return backend.ops.pack(DenseWeight(weight) if isinstance(weight, Tensor) else weight), order
+    if order is not None:
+        raise WeightsError(f"{what}: {piece.parameter.name} has its columns in another order, which no table may have")
+    return weight, None
+
+
+def joined(made: dict[Key, Made]) -> dict[str, Any]:
+    """Parameters by name, of the one piece that most of them are, or of several."""
+    together: dict[str, list[Made]] = {}
+    for key in sorted(made):
+        together.setdefault(key[0], []).append(made[key])
+    plain = {name: parts[0][0] for name, parts in together.items() if len(parts) == 1 and parts[0][1] is None}
+    return {name: plain[name] if name in plain else Pieces(tuple(parts)) for name, parts in together.items()}
 
 
 def tie(weights: dict[str, Any], source: Source) -> None:
@@ -223,12 +236,19 @@ def tie(weights: dict[str, Any], source: Source) -> None:
     head = weights.get("lm_head.weight")
     if head is None:
         return
-    if torch.equal(head, weights["embed_tokens.weight"]):
+    if same(head, weights["embed_tokens.weight"]):
         del weights["lm_head.weight"]
         return
     log.warning(
         "%s: config.json ties the head to the embedding table, but the checkpoint holds another lm_head.weight: "
         "the checkpoint's is used and takes %d bytes more",
         source.name,
-        head.numel() * head.element_size(),
+        sum(part.nbytes for part in ([head] if isinstance(head, Tensor) else tensors(head).values())),
     )
+
+
+def same(one: Tensor | QuantisedWeight, other: Tensor | QuantisedWeight) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    pairs = zip(tensors(one).values(), tensors(other).values(), strict=False)
+    return type(one) is type(other) and all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""How a checkpoint says that its weights are quantised: read before any weight is, so that plans are exact. No torch."""
+"""How a checkpoint says that its weights are quantised. Read before any weight, so that plans are exact. No torch."""
 
 from __future__ import annotations
 

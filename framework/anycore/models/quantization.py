@@ -128,12 +128,19 @@ def quantization(
 def quantisable(parameter: Parameter, spec: ModelSpec, tables: bool) -> bool:
     """Whether it is a matrix that is multiplied by, or a table that the backend looks up quantised rows in.
 
-    A reranker that answers yes or no looks two rows of its head up.
+    So is a head that is tied to such a table; and a reranker that answers yes or no looks two rows of its head up.
     """
-    if parameter.table:
-        return tables
+    if parameter.packed:
+        return not parameter.exact
     yes_no = spec.score is not None and spec.score.yes_no_ids is not None
-    return (parameter.packed and not parameter.exact) or (parameter.head and (tables or not yes_no))
+    return tables if parameter.table or spec.tied or yes_no else parameter.head
+
+
+def words(kind: Format | None) -> str:
+    """A format in a message."""
+    if kind is None:
+        return "dense"
+    return f"{kind.kind} in groups of {kind.group}" if kind.group else f"{kind.kind} with a scale a row"
 
 
 def online(parameter: Parameter, scheme: str, group: int) -> Format | None:
