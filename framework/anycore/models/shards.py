@@ -33,6 +33,7 @@ class Shard:
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
+    types: dict[str, str]  # as safetensors spells them: "BF16", "F8_E4M3", "I32"
 
     @staticmethod
     def open(path: Path) -> Shard:
@@ -57,7 +58,8 @@ class Shard:
                 "fetch it again"
             )
         ordered = sorted(entries, key=lambda name: entries[name]["data_offsets"][0])
-        return Shard(path, {name: tuple(entries[name]["shape"]) for name in ordered})
+        shapes = {name: tuple(entries[name]["shape"]) for name in ordered}
+        return Shard(path, shapes, {name: entries[name]["dtype"] for name in ordered})
 
 
 def read_header(path: Path) -> tuple[list[tuple[str, Any]], int]:
@@ -110,6 +112,7 @@ class Safetensors:
                     raise WeightsError(f"{name} is both in {self.owner[name].path} and in {shard.path}: remove one")
                 self.owner[name] = shard
         self.shapes = {name: shard.shapes[name] for name, shard in self.owner.items()}
+        self.types = {name: shard.types[name] for name, shard in self.owner.items()}
         self.formats: dict[str, Format] = {}
         for name, file in index.items():
             if name not in self.owner or self.owner[name].path.name != file:

@@ -1,0 +1,219 @@
+"""A folder whose matrices are quantised, by whichever of the known schemes, as one checkpoint of whole matrices.
+
+Several tensors of the files make up one matrix. A scheme says, from headers alone, which shape and format it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from anycore.contract.formats import Format
+from anycore.errors import Unsupported, WeightsError
+from anycore.models.checkpoint import Entry
+from anycore.models.shards import Safetensors
+from anycore.models.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor as its header describes it."""
+
+    type: str  # as safetensors spells it: "I32", "F8_E4M3"
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """One quantised matrix, known from headers. `read` takes its tensors by their endings.
+
+    It raises ValueError, with a sentence about the tensor at fault, if their values cannot be right. Weights come with
+    float32 as their dtype: a checkpoint does not know what they will be multiplied by.
+    """
+
+    shape: tuple[int, int]
+    format: Format | None  # None: it is made dense while it is read
+    read: Callable[[Mapping[str, Tensor]], Entry]
+
+
+class Scheme(Protocol):
+    """How a kind of checkpoint stores matrices."""
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """What follows a layer's name in the names of the tensors that make up its matrix; the first marks one."""
+        ...
+
+    def matrix(self, layer: str, parts: Mapping[str, Part]) -> Matrix | None:
+        """Describe a layer's matrix; None if it is not quantised after all.
+
+        Raises:
+            ValueError: its tensors contradict one another; a sentence that names the one at fault.
+        """
+        ...
+
+
+class QuantisedFolder:
+    """A `loader.Checkpoint` over safetensors files: each quantised matrix is one tensor called LAYER.weight."""
+
+    def __init__(self, source: Source, scheme: Scheme) -> None:
+        self.files = Safetensors(source.folder)
+        self.scheme = scheme
+        self.matrices: dict[str, Matrix] = {}
+        self._parts = self._gather()
+        self._whole: dict[str, str] = {}  # name of a part -> name of its matrix
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._describe()
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        return {name: matrix.format for name, matrix in self.matrices.items() if matrix.format is not None}
+
+    def file_of(self, name: str) -> str:
+        if name in self.matrices:
+            layer = name.removesuffix("weight")
+            name = next(layer + ending for ending in self.scheme.endings if layer + ending in self.files.shapes)
+        return self.files.file_of(name)
+
+    def tensors(self) -> Iterator[tuple[str, Entry]]:
+        """Yield each matrix when the last of its parts has come."""
+        waiting: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self.files.tensors():
+            whole = self._whole.get(name)
+            if whole is None:
+                yield name, tensor
+                continue
+            layer = whole.removesuffix("weight")
+            parts = waiting.setdefault(whole, {})
+            parts[name.removeprefix(layer)] = tensor
+            if len(parts) == len(self._parts[layer]):
+                del waiting[whole]
+                try:
+                    yield whole, self.matrices[whole].read(parts)
+                except ValueError as error:
+                    raise WeightsError(f"{self.files.file_of(name)}: {layer}{error}") from error
+
+    def _gather(self) -> dict[str, dict[str, Part]]:
+        """The parts of each layer that has the first of the scheme's endings."""
+        types, shapes = self.files.types, self.files.shapes
+        mark = "." + self.scheme.endings[0]
+        layers = [name.removesuffix(mark[1:]) for name in shapes if name.endswith(mark)]
+        return {
+            layer: {e: Part(types[layer + e], shapes[layer + e]) for e in self.scheme.endings if layer + e in shapes}
+            for layer in layers
+        }
+
+    def _describe(self) -> None:
+        for layer, parts in self._parts.items():
+            whole = layer + "weight"
+            try:
+                if whole in self.files.shapes and "weight" not in parts:
+                    raise ValueError("weight is there beside its quantised form: one of them is too much")
+                matrix = self.scheme.matrix(layer.removesuffix("."), parts)
+            except ValueError as error:
+                first = layer + self.scheme.endings[0]
+                raise WeightsError(f"{self.files.file_of(first)}: {layer}{error}") from error
+            if matrix is not None:
+                self.matrices[whole] = matrix
+                self._whole |= dict.fromkeys((layer + ending for ending in parts), whole)
+        last = {self._whole[name]: name for name in self.files.shapes if name in self._whole}
+        for name, shape in self.files.shapes.items():
+            whole = self._whole.get(name, name)
+            if last.get(whole, name) == name:
+                self.shapes[whole] = self.matrices[whole].shape if whole in self.matrices else shape
+
+
+def open_folder(source: Source) -> Safetensors | QuantisedFolder:
+    """Open a folder's weights by what its config.json says of their quantisation.
+
+    Raises:
+        Unsupported: it says something that is not read.
+        WeightsError: files are damaged, or do not agree with it.
+    """
+    settings = settings_of(source)
+    if settings is None:
+        return Safetensors(source.folder)
+    return QuantisedFolder(source, scheme_of(settings, source))
+
+
+def settings_of(source: Source) -> dict[str, Any] | None:
+    """The quantisation settings: of config.json, or of the file beside it that older tools write."""
+    config = source.config()
+    found = config.get("quantization_config") or config.get("compression_config")
+    if found is None and (old := source.read_json("quantize_config.json")) is not None:
+        found = {"quant_method": "gptq", **old} if isinstance(old, dict) else old
+    if found is None and (old := source.read_json("quant_config.json")) is not None:
+        found = {"quant_method": "awq", **old} if isinstance(old, dict) else old
+    if found is None and (old := source.read_json("hf_quant_config.json")) is not None:
+        found = {"quant_method": "modelopt", **old.get("quantization", {})} if isinstance(old, dict) else old
+    if found is not None and not isinstance(found, dict):
+        raise Unsupported(f"{source.folder}: quantization_config is not a JSON object: {found!r}", param="model")
+    return found
+
+
+def scheme_of(settings: dict[str, Any], source: Source) -> Scheme:
+    from anycore.models import awq, compressed, fp8, gptq
+
+    known: dict[str, Callable[[dict[str, Any]], Scheme]] = {
+        "awq": awq.Awq.of,
+        "gptq": gptq.Gptq.of,
+        "compressed-tensors": compressed.Compressed.of,
+        "fp8": fp8.Fp8.of,
+        "fbgemm_fp8": fp8.Fp8.of,
+        "modelopt": fp8.Fp8.of_modelopt,
+    }
+    method = str(settings.get("quant_method", "")).replace("_", "-").lower()
+    make = {name.replace("_", "-"): value for name, value in known.items()}.get(method)
+    where = source.folder / "config.json"
+    if make is None:
+        raise Unsupported(
+            f"{where}: quantization_config says quant_method {settings.get('quant_method')!r}, which is not read; "
+            f"known are {', '.join(known)}, and GGUF files. The unquantised model can be made small while it loads: "
+            "--quantization w8a8 or w4a16",
+            param="model",
+        )
+    try:
+        return make(settings)
+    except ValueError as error:
+        raise Unsupported(f"{where}: quantization_config {error}", param="model") from error
+
+
+def need_parts(parts: Mapping[str, Part], *endings: str) -> None:
+    for ending in endings:
+        if ending not in parts:
+            raise ValueError(f"{ending} is missing, and without it {next(iter(parts))} says nothing")
+
+
+def need(parts: Mapping[str, Part], ending: str, shape: tuple[int, ...], *types: str) -> None:
+    """Check a part against the others.
+
+    Raises:
+        ValueError: it is of another shape or type.
+    """
+    found = parts[ending]
+    if found.shape != shape:
+        raise ValueError(f"{ending} has shape {list(found.shape)}, but the rest of the matrix needs {list(shape)}")
+    if types and found.type not in types:
+        raise ValueError(f"{ending} holds {found.type}, not {' or '.join(types)}")
+
+
+FLOATS = ("F16", "BF16", "F32")
+
+
+def scales(tensor: Tensor, ending: str) -> Tensor:
+    """Scales as float32, if they can be scales.
+
+    Raises:
+        ValueError: one is not finite, or negative.
+    """
+    wide = tensor.float()
+    strange = int((~torch.isfinite(wide)).sum())
+    if strange:
+        raise ValueError(f"{ending} holds {strange} scales of {wide.numel()} that are NaN or infinite")
+    if wide.numel() and float(wide.min()) < 0:
+        raise ValueError(f"{ending} holds a negative scale: {float(wide.min()):g}")
+    return wide
