@@ -31,7 +31,7 @@ class Launcher:
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Run `kernel[grid](*args, **constants)`: what varies stands in `args`, constants and options have names."""
         kinds: list[Any] = []
-        values: list[int | float] = []
+        values: list[Any] = []
         device = -1
         for arg in args:
             kind = type(arg)
@@ -40,6 +40,9 @@ class Launcher:
                 values.append(arg)
             elif kind is float:
                 kinds.append(float)
+                values.append(arg)
+            elif kind.__name__ == "TensorDescriptor":  # which not every version of Triton has
+                kinds += (arg.base.dtype, *arg.block_shape)
                 values.append(arg)
             else:
                 device = arg.get_device()

@@ -1,0 +1,71 @@
+"""Compiles products for compute capability 9.0 on a machine without a GPU: shapes in use, and what they are made of.
+
+Run as a program of its own (Triton must not interpret). Prints as JSON, by shape: matrix instructions of Hopper, bytes
+of stack (registers did not suffice), shared memory, and whether it waits for the kernel ahead before it touches memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from cuda_compiled import Driver, waits
+from triton.compiler.compiler import CompiledKernel
+
+from anycore_cuda.kernels.products import FASTEST, Shape, product
+
+OTHERS = {
+    (3584, 3584, False): ((144, Shape(256, 64, 132, 8, 4)), (256, Shape(128, 64, 132, 8, 4))),
+    (37888, 3584, True): ((144, Shape(128, 64, 132, 8, 4)),),
+}
+"""Compiled as well, so that there is something to look at in any case."""
+
+
+def stack_of(kernel: Any) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(kernel.asm["cubin"])
+        tool = triton.knobs.nvidia.cuobjdump.path
+        told = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", told)
+    assert found is not None, told
+    return int(found[1])
+
+
+def main() -> None:
+    made: list[Any] = []
+
+    def leave_out(kernel: Any) -> None:
+        kernel.module, kernel.function, kernel._run = "none", 0, lambda *arguments: None
+        made.append(kernel)
+
+    triton.runtime.driver.set_active(Driver())
+    CompiledKernel._init_handles = leave_out
+    counters = torch.zeros(1 << 12, dtype=torch.int32)
+    told: dict[str, dict[str, Any]] = {}
+    for table in (FASTEST, OTHERS):
+        for (outs, width, gate), shapes in table.items():
+            for rows, shape in shapes:
+                if shape is None:
+                    continue
+                made.clear()
+                x = torch.empty(rows, width, dtype=torch.bfloat16)
+                weight = torch.empty(outs, width, dtype=torch.bfloat16)
+                product(x, weight, shape, counters, None, "silu" if gate else None, early=True)
+                for kernel in made:
+                    if kernel.name == "_product":
+                        told[f"{outs}x{width} {rows} {tuple(shape)}"] = {
+                            "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), "stack": stack_of(kernel),
+                            "shared": kernel.metadata.shared, "waits": waits(kernel),
+                        }  # fmt: skip
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
