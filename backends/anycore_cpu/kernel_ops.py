@@ -10,10 +10,11 @@ from torch import Tensor
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import HeadNorms
 from anycore.contract.sampling import adjust, raw_of, report
-from anycore.contract.weights import Weight
-from anycore_cpu.kernels import ends
+from anycore.contract.weights import DenseWeight, Weight
+from anycore_cpu.kernels import ends, quantised
 from anycore_cpu.kernels.attention import DTYPES, KernelPlan
 from anycore_cpu.kernels.library import Kernels, PackedMatrix
+from anycore_cpu.kernels.quantised import QuantisedMatrix
 from anycore_cpu.ops import CpuOps
 
 
@@ -55,21 +56,30 @@ class KernelOps(CpuOps):
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         return self.kernels.attend(plan, q, k, v, cache, scale, window, softcap, norms, angles)
 
-    def pack(self, weight: Weight) -> Tensor | PackedMatrix:
+    def pack(self, weight: Weight) -> Tensor | PackedMatrix | QuantisedMatrix:
+        if quantised.packable(weight):
+            return quantised.pack(self.kernels, weight)
         data = weight.dense()
-        return self.kernels.pack(data) if data.dtype in DTYPES else data
+        # What is not dense may be a table, too, and those are read by rows.
+        return self.kernels.pack(data) if isinstance(weight, DenseWeight) and data.dtype in DTYPES else data
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         if isinstance(handle, PackedMatrix):
             return self.kernels.linear(x, handle, bias)
+        if isinstance(handle, QuantisedMatrix):
+            return quantised.linear(self.kernels, x, handle, bias)
         return super().linear(x, handle, bias)
 
     def logits(self, x: Tensor, handle: Any) -> Tensor:
         if isinstance(handle, PackedMatrix):
             return self.kernels.linear(x, handle, None, wide=True)
+        if isinstance(handle, QuantisedMatrix):
+            return quantised.linear(self.kernels, x, handle, None, wide=True)
         return super().logits(x, handle)
 
     def embedding(self, ids: Tensor, table: Any) -> Tensor:
+        if isinstance(table, QuantisedMatrix):
+            return quantised.embedding(self.kernels, ids, table)
         return ends.gather(self.kernels, [(ids, table)]) if is_plain(table) else super().embedding(ids, table)
 
     def embedding_sum(self, parts: Sequence[tuple[Tensor | None, Any]], scale: float = 1.0) -> Tensor:

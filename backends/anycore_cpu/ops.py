@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
-from anycore.contract.weights import Weight
+from anycore.contract.weights import DenseWeight, Weight
 from anycore_cpu import packed
 from anycore_cpu.attention import Plan, attend
 
@@ -43,7 +43,8 @@ class CpuOps(Ops):
 
     def pack(self, weight: Weight) -> Any:
         data = weight.dense()
-        return packed.reorder(data) if data.dtype in self.packs else data
+        # What is not dense may be a table, too, and those are read by rows.
+        return packed.reorder(data) if isinstance(weight, DenseWeight) and data.dtype in self.packs else data
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         if handle.is_mkldnn:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anycore.contract.ops import HeadNorms
 from anycore.errors import ConfigError
-from anycore_cpu.kernels import build
+from anycore_cpu.kernels import build, quantised
 from anycore_cpu.kernels.attention import DTYPES, Arguments, KernelPlan, address, arguments
 from anycore_cpu.kernels.recording import Arena, Call, OnlyKernels, Recorder
 
@@ -37,6 +37,7 @@ SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, .
     "anycore_pool": (None, (ADDRESS, ADDRESS, LONG, LONG, INT, INT, ADDRESS)),
     "anycore_sample": (None, (ADDRESS, LONG, LONG, *[ADDRESS] * 5, INT, ADDRESS, ADDRESS)),
     "anycore_replay": (None, (ctypes.POINTER(Call), LONG)),
+    **quantised.SIGNATURES,
 }
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")

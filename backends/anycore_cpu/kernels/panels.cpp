@@ -1,6 +1,8 @@
 // The product of rows and a panel: in registers, or in the tiles of AMX.
 #include "panels.hpp"
 
+#include "tiles.hpp"
+
 namespace anycore {
 namespace {
 
@@ -51,21 +53,6 @@ INLINE void multiply_all(long rows, const T* x, long stride, const T* panel, lon
 }
 
 #if defined(__AMX_BF16__)
-
-struct Tiles {  // what LDTILECFG reads
-    uint8_t palette = 1, start = 0, unused[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// Tiles 0-3 are sums of two blocks of rows by two of columns; 4 and 5 rows of x; 6 and 7 columns.
-INLINE void shape_tiles(int upper, int lower) {
-    Tiles tiles;
-    for (int i = 0; i < 8; i++) tiles.bytes[i] = 64, tiles.rows[i] = 16;
-    tiles.rows[0] = tiles.rows[1] = tiles.rows[4] = static_cast<uint8_t>(upper);
-    tiles.rows[2] = tiles.rows[3] = tiles.rows[5] = static_cast<uint8_t>(lower > 0 ? lower : 1);
-    _tile_loadconfig(&tiles);
-}
 
 template <bool TWO>
 void multiply_tiles(const bf16* x, long stride, const bf16* panel, long inputs, float* out, long out_stride, bool add) {

@@ -70,6 +70,19 @@ INLINE Floats load(const bf16* from) {
     return reinterpret_cast<Floats>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
 }
 
+// Of 16 bits by IEEE 754.
+INLINE Floats load_half(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Floats>(_mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(from)));
+#elif defined(__F16C__)
+    return reinterpret_cast<Floats>(_mm256_cvtph_ps(load_as<__m128i>(from)));
+#else
+    const Words bits = __builtin_convertvector(load_as<Halves>(from), Words);
+    const Words wide = (bits & 0x7fff) << 13 | (bits & 0x8000) << 16;
+    return reinterpret_cast<Floats>(wide) * 0x1p112f;
+#endif
+}
+
 INLINE void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
 INLINE void store(bf16* to, Floats value) {
@@ -85,6 +98,19 @@ INLINE void store(bf16* to, Floats value) {
     const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     const Halves narrow = __builtin_convertvector((nan & (bits >> 16 | 64)) | (~nan & rounded), Halves);
     std::memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+
+// The nearest whole numbers; of two that are as near, the even one.
+INLINE Ints nearest(Floats x) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Ints>(_mm512_maskz_cvtps_epi32(0xffff, reinterpret_cast<__m512>(x)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Ints>(_mm256_cvtps_epi32(reinterpret_cast<__m256>(x)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    return reinterpret_cast<Ints>(vcvtnq_s32_f32(reinterpret_cast<float32x4_t>(x)));
+#else
+    return reinterpret_cast<Ints>(x + 12582912.0f) - 0x4b400000;  // for numbers well below 2^22
 #endif
 }
 
@@ -167,9 +193,9 @@ INLINE Floats add_products(Floats total, const bf16* x, const bf16* column) {
 // Products of bytes are summed by fours: lane i takes bytes 4i to 4i + 3, in exact int32. ARM multiplies signed bytes, x86
 // unsigned ones by signed ones.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr int ROW_OFFSET = 128;
+constexpr int WEIGHT_OFFSET = 128;
 #else
-constexpr int ROW_OFFSET = 0;
+constexpr int WEIGHT_OFFSET = 0;
 #endif
 
 #if defined(__AVX512F__)
@@ -208,11 +234,11 @@ INLINE Bytes four_bytes(const int8_t* four) {
 }
 
 // total[i] + the products of four bytes of a row, -127 to 127, and bytes 4i to 4i + 3 of weights, -128 to 127. What is
-// summed over a column comes out too high by ROW_OFFSET times the sum of its weights.
+// summed over a row comes out too high by WEIGHT_OFFSET times the sum of the row.
 INLINE Ints add_byte_products(Ints total, const int8_t* row, Bytes weights) {
     const Bytes bytes = four_bytes(row);
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-    return add_fours(total, bytes ^ static_cast<int8_t>(-128), weights);
+    return add_fours(total, weights ^ static_cast<int8_t>(-128), bytes);
 #elif defined(__AVX2__)
     const Bytes minus = reinterpret_cast<Bytes>(weights < 0);  // goes to the row: -128 becomes the unsigned 128
     return add_fours(total, (weights ^ minus) - minus, (bytes ^ minus) - minus);

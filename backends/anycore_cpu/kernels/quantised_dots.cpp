@@ -1,0 +1,100 @@
+// The product of rounded rows and a panel in registers, by dot products of four bytes.
+#include <algorithm>
+
+#include "quantised.hpp"
+
+namespace anycore {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int MOST_ROWS = 6;  // 24 of 32 registers hold sums
+#else
+constexpr int MOST_ROWS = 3;  // 12 of 16
+#endif
+constexpr int VECTORS = 2;
+
+// dots[ROWS][VECTORS] += a group's products. Few rows have two chains of sums, so that one need not wait for the other.
+template <int ROWS>
+INLINE void add_bytes(const int8_t* x, long stride, const uint8_t* columns, long inputs, Ints dots[][VECTORS]) {
+    for (long k = 0; k < inputs; k += 4, columns += COLUMNS * 4)
+        for (int v = 0; v < VECTORS; v++) {
+            const Bytes weights = load_as<Bytes>(columns + v * VECTOR_BYTES);
+            for (int r = 0; r < ROWS; r++) dots[r][v] = add_byte_products(dots[r][v], x + r * stride + k, weights);
+        }
+}
+
+template <int ROWS>
+INLINE void add_halves(const int8_t* x, long stride, const uint8_t* columns, long inputs, Ints dots[][VECTORS]) {
+    constexpr int CHAINS = ROWS <= 2 ? 2 : 1;
+    Ints upper[ROWS][VECTORS] = {};
+    for (long k = 0; k < inputs; k += 8, columns += COLUMNS * 4)
+        for (int v = 0; v < VECTORS; v++) {
+            const Ints both = load_as<Ints>(columns + v * VECTOR_BYTES);
+            const Bytes low = reinterpret_cast<Bytes>(both & 0x0f0f0f0f);
+            const Bytes high = reinterpret_cast<Bytes>(both >> 4 & 0x0f0f0f0f);
+            for (int r = 0; r < ROWS; r++) {
+                Ints& other = CHAINS == 2 ? upper[r][v] : dots[r][v];
+                dots[r][v] = add_nibble_products(dots[r][v], x + r * stride + k, low);
+                other = add_nibble_products(other, x + r * stride + k + 4, high);
+            }
+        }
+    if (CHAINS == 2)
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) dots[r][v] += upper[r][v];
+}
+
+template <int ROWS, int BITS>
+void multiply_rows(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first, float* out) {
+    const long padded = matrix.padded(), group = matrix.span(), groups = matrix.groups();
+    const int8_t* x = rounded.numbers + first * padded;
+    for (int column = 0; column < COLUMNS; column += VECTORS * LANES) {
+        Floats sums[ROWS][VECTORS] = {};
+        for (long g = 0; g < groups; g++) {
+            const long begin = g * group, count = std::min(group, padded - begin);
+            const long place = g * rounded.stride + first;
+            Ints dots[ROWS][VECTORS];
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECTORS; v++) dots[r][v] = rounded.starts[place + r] - Ints{};
+            const uint8_t* columns = panel + begin * COLUMNS * BITS / 8 + column * 4;
+            if (BITS == 8)
+                add_bytes<ROWS>(x + begin, padded, columns, count, dots);
+            else
+                add_halves<ROWS>(x + begin, padded, columns, count, dots);
+            for (int v = 0; v < VECTORS; v++) {
+                const Floats scale = matrix.scale(panel, g, column + v * LANES);
+                for (int r = 0; r < ROWS; r++)
+                    sums[r][v] = add_group(sums[r][v], dots[r][v], scale, rounded.scales[place + r]);
+                if (matrix.minimums) {
+                    const Floats minimum = matrix.minimum(panel, g, column + v * LANES);
+                    for (int r = 0; r < ROWS; r++)
+                        sums[r][v] = take_minimum(sums[r][v], minimum, rounded.totals[place + r]);
+                }
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) store(out + r * COLUMNS + column + v * LANES, sums[r][v]);
+    }
+}
+
+template <int BITS, int... ROWS>
+INLINE void multiply_some(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first,
+                          long count, float* out, std::integer_sequence<int, ROWS...>) {
+    static_cast<void>(
+        ((count == ROWS + 1 && (multiply_rows<ROWS + 1, BITS>(matrix, panel, rounded, first, out), true)) || ...));
+}
+
+}  // namespace
+
+void multiply_dots(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first, long count,
+                   float* sums) {
+    constexpr auto choices = std::make_integer_sequence<int, MOST_ROWS>();
+    for (long r = 0; r < count; r += MOST_ROWS, sums += MOST_ROWS * COLUMNS) {
+        const long some = std::min<long>(MOST_ROWS, count - r);
+        if (matrix.bits == 8)
+            multiply_some<8>(matrix, panel, rounded, first + r, some, sums, choices);
+        else
+            multiply_some<4>(matrix, panel, rounded, first + r, some, sums, choices);
+    }
+}
+
+}  // namespace anycore

@@ -1,0 +1,91 @@
+// Linear layers whose matrix is quantised: rows are rounded, then multiplied by panel after panel.
+#include <algorithm>
+
+#include "quantised.hpp"
+#include "replay.hpp"
+#include "scratch.hpp"
+#include "threads.hpp"
+
+namespace anycore {
+namespace {
+
+constexpr long ROWS = 128;              // of a task: they stay in a core's cache while a panel passes by
+constexpr long ROUNDED = 512;           // at a time, so that they take little memory
+constexpr long SERIAL = 1L << 19;       // products that are done before another thread has woken up
+constexpr long SERIAL_ROWS = 1L << 15;  // numbers that are rounded before another thread has
+[[maybe_unused]] constexpr long TILE_ROWS = 8;  // fewer are multiplied sooner by dot products: the results are equal
+
+void multiply_panel(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first, long count,
+                    float* sums) {
+#if defined(__AMX_INT8__)
+    if (count >= TILE_ROWS) return multiply_tiles(matrix, panel, rounded, first, count, sums);
+#endif
+    multiply_dots(matrix, panel, rounded, first, count, sums);
+}
+
+template <class Out>
+void finish(const float* sums, long rows, long columns, float factor, const bf16* bias, Out* out, long stride) {
+    for (long r = 0; r < rows; r++, sums += COLUMNS, out += stride) {
+        long c = 0;
+        for (; c + LANES <= columns; c += LANES) {
+            const Floats total = load(sums + c) * factor;
+            store(out + c, bias ? total + load(bias + c) : total);
+        }
+        for (; c < columns; c++) {
+            const float total = sums[c] * factor;
+            store_one(out + c, bias ? total + widen(bias[c]) : total);
+        }
+    }
+}
+
+template <class Out>
+void some_rows(const Quantised& matrix, const bf16* x, long rows, long stride, const bf16* bias, Out* out) {
+    static thread_local Scratch scratch;
+    const long padded = matrix.padded(), groups = matrix.groups(), lined = (rows + 15) / 16 * 16;
+    scratch.reserve(static_cast<size_t>(rows * padded + groups * lined * 12), 4);
+    const RoundedRows rounded = {scratch.take<int8_t>(rows * padded), scratch.take<float>(groups * lined),
+                                 scratch.take<float>(groups * lined), scratch.take<int32_t>(groups * lined), rows,
+                                 lined};
+    const auto round = [&](long row) { round_row(matrix, x + row * stride, row, rounded); };
+    if (rows * padded < SERIAL_ROWS)
+        for (long r = 0; r < rows; r++) round(r);
+    else
+        parallel_for(rows, round);
+    for (long g = 0; g < groups; g++)
+        for (long r = rows; r < lined; r++) rounded.scales[g * lined + r] = rounded.totals[g * lined + r] = 0;
+
+    const long panels = matrix.panels(), blocks = (rows + ROWS - 1) / ROWS;
+    const auto task = [&](long index) {
+        const long panel = index % panels, first = index / panels * ROWS;
+        const long count = std::min(ROWS, rows - first), column = panel * COLUMNS;
+        alignas(64) float sums[ROWS * COLUMNS];
+        multiply_panel(matrix, matrix.packed + panel * matrix.panel(), rounded, first, count, sums);
+        finish(sums, count, std::min<long>(COLUMNS, matrix.outputs - column), matrix.factor,
+               bias ? bias + column : nullptr, out + first * matrix.outputs + column, matrix.outputs);
+    };
+    if (rows * padded * matrix.outputs < SERIAL)
+        for (long i = 0; i < panels * blocks; i++) task(i);
+    else
+        parallel_for(panels * blocks, task);
+}
+
+template <class Out>
+void linear(const Quantised& matrix, const bf16* x, long rows, long stride, const bf16* bias, Out* out) {
+    for (long r = 0; r < rows; r += ROUNDED)
+        some_rows(matrix, x + r * stride, std::min(ROUNDED, rows - r), stride, bias, out + r * matrix.outputs);
+}
+
+}  // namespace
+}  // namespace anycore
+
+// out [rows, outputs] = x [rows, inputs] times the matrix, plus bias if there is one; out is float if `wide`.
+extern "C" void anycore_quantised_linear(const anycore::Quantised* matrix, const uint16_t* x, long rows, long stride,
+                                         const uint16_t* bias, void* out, int wide) {
+    using namespace anycore;
+    if (wide)
+        linear(*matrix, x, rows, stride, bias, static_cast<float*>(out));
+    else
+        linear(*matrix, x, rows, stride, bias, static_cast<bf16*>(out));
+}
+
+RECORDED(anycore_quantised_linear)
