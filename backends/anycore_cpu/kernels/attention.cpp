@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "panels.hpp"
 #include "replay.hpp"
@@ -352,20 +351,20 @@ void attend_several(const Attention& a, const Task& task) {
 // ---- all requests ----------------------------------------------------------------------------------------------------
 
 // Appends the tasks of one request and KV head; returns how many parts there are by now.
-long cut(const Attention& a, long request, long head, long parts, std::vector<Task>& tasks) {
+long cut(const Attention& a, long request, long head, long parts, List<Task>& tasks) {
     const long start = a.starts[request], end = a.starts[request + 1], length = a.lengths[request];
     const long context = length - (end - start);
     if (end - start == 1) {
         const long first = first_key(a, context), last = last_key(a, context, length);
         const bool whole = last - first <= PART;
         for (long key = first; key < last; key += PART)
-            tasks.push_back({request, head, start, 1, key, std::min(last, key + PART), whole ? -1 : parts++});
+            tasks.push_back(Task{request, head, start, 1, key, std::min(last, key + PART), whole ? -1 : parts++});
         return parts;
     }
     const long step = std::max(1L, ROWS / static_cast<long>(a.heads / a.kv_heads));
     for (long row = end - start; row > 0; row -= step) {  // the last rows see most: they begin
         const long first = std::max(0L, row - step);
-        tasks.push_back({request, head, start + first, row - first, first_key(a, context + first),
+        tasks.push_back(Task{request, head, start + first, row - first, first_key(a, context + first),
                          last_key(a, context + row - 1, length), -1});
     }
     return parts;
@@ -374,18 +373,18 @@ long cut(const Attention& a, long request, long head, long parts, std::vector<Ta
 template <class T>
 void attend(const Attention& a) {
     prepare_heads<T>(a);
-    static thread_local std::vector<Task> tasks;
-    static thread_local std::vector<float> sums;
+    static thread_local List<Task> tasks;
+    static thread_local Scratch scratch;
     tasks.clear();
     long parts = 0;
     for (long request = a.requests - 1; request >= 0; request--)  // the pool begins at the end
         for (long head = 0; head < a.kv_heads; head++) parts = cut(a, request, head, parts, tasks);
     const long group = a.heads / a.kv_heads;
-    if (sums.size() < static_cast<size_t>(parts * group * (a.head_dim + 2)))
-        sums.resize(static_cast<size_t>(parts * group * (a.head_dim + 2)));
-    const Task* all_tasks = tasks.data();  // thread-local names mean other things on other threads
-    float* all_sums = sums.data();
-    const long count = static_cast<long>(tasks.size());
+    const long numbers = parts * group * (static_cast<long>(a.head_dim) + 2);
+    scratch.reserve(static_cast<size_t>(numbers) * sizeof(float), 1);
+    float* all_sums = scratch.take<float>(numbers);
+    const Task* all_tasks = tasks.begin();  // thread-local names mean other things on other threads
+    const long count = tasks.size();
     parallel_for(count, [&, all_tasks, all_sums](long i) {
         const Task& task = all_tasks[i];
         if (a.starts[task.request + 1] - a.starts[task.request] == 1)

@@ -1,4 +1,6 @@
-// What the operating system must allow before kernels of this level may run.
+// What the kernels need of the system beneath them.
+#include <cstdlib>
+
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -13,3 +15,12 @@ extern "C" int anycore_prepare() {
     return 0;
 #endif
 }
+
+#if defined(__GLIBC__)
+// What frees a thread's scratch when the thread ends. C++ runtimes pass it on to the C library: without one we do.
+extern "C" int __cxa_thread_atexit_impl(void (*destroy)(void*), void* object, void* library);
+extern "C" __attribute__((visibility("hidden"))) int __cxa_thread_atexit(void (*destroy)(void*), void* object,
+                                                                         void* library) {
+    return __cxa_thread_atexit_impl(destroy, object, library);
+}
+#endif

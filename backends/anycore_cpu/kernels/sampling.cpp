@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <vector>
 
 #include "scratch.hpp"
 #include "threads.hpp"
@@ -83,18 +82,20 @@ public:
             above += next.count;
             mass += next.mass;
         }
-        std::vector<std::pair<float, long>> ranked;
+        List<Edge> ranked;
         for (long id = 0; id < row_.count; id++)
-            if (bucket_of(row_.distances[id]) == static_cast<int>(at)) ranked.emplace_back(row_.distances[id], id);
-        std::sort(ranked.begin(), ranked.end());
+            if (bucket_of(row_.distances[id]) == static_cast<int>(at)) ranked.push_back({row_.distances[id], id});
+        std::sort(ranked.begin(), ranked.end(), [](const Edge& a, const Edge& b) {
+            return a.distance != b.distance ? a.distance < b.distance : a.last < b.last;
+        });
         Edge found{INFINITY, row_.count};
         bool any = false;
-        for (const auto& [distance, id] : ranked) {
+        for (const Edge& next : ranked) {
             if (any && !goes_on(above, mass)) break;
-            found = {distance, id};
+            found = next;
             any = true;
             above++;
-            mass += static_cast<double>(row_.weights[id]);
+            mass += static_cast<double>(row_.weights[next.last]);
         }
         return found;
     }
@@ -126,7 +127,7 @@ void filter(const Row& row, long top_k, float top_p) {
 
 // The first id up to which more weight lies than `uniform` of all.
 long draw(const Row& row, double uniform, long best) {
-    static thread_local std::vector<double> pieces;
+    static thread_local List<double> pieces;
     pieces.clear();
     double total = 0;
     for (long first = 0; first < row.count; first += PIECE) {
@@ -136,10 +137,10 @@ long draw(const Row& row, double uniform, long best) {
         total += mass;
     }
     double left = uniform * total;
-    size_t piece = 0;
-    for (; piece + 1 < pieces.size() && pieces[piece] <= left; piece++) left -= pieces[piece];
+    long piece = 0;
+    for (; piece + 1 < pieces.size() && pieces.begin()[piece] <= left; piece++) left -= pieces.begin()[piece];
     long found = best;
-    for (long id = static_cast<long>(piece) * PIECE; id < row.count; id++) {
+    for (long id = piece * PIECE; id < row.count; id++) {
         const double mass = static_cast<double>(row.weights[id]);
         if (mass > 0) found = id;  // rounding may leave nothing further on
         if (mass > left) break;

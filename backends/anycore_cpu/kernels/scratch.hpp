@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdlib>
+#include <type_traits>
 
 namespace anycore {
 
@@ -34,6 +35,34 @@ private:
 
     char* memory_ = nullptr;
     size_t size_ = 0, used_ = 0;
+};
+
+// As many plain structs as come. The kernels use nothing that a C++ runtime has to bring: no std::vector.
+template <class T>
+class List {
+    static_assert(std::is_trivially_copyable_v<T>);
+
+public:
+    void clear() { size_ = 0; }
+
+    void push_back(const T& value) {
+        if (size_ == room_) {
+            room_ = room_ ? 2 * room_ : 64;
+            data_ = static_cast<T*>(std::realloc(data_, static_cast<size_t>(room_) * sizeof(T)));
+            if (data_ == nullptr) std::abort();
+        }
+        data_[size_++] = value;
+    }
+
+    T* begin() { return data_; }
+    T* end() { return data_ + size_; }
+    long size() const { return size_; }
+
+    ~List() { std::free(data_); }
+
+private:
+    T* data_ = nullptr;
+    long size_ = 0, room_ = 0;
 };
 
 }  // namespace anycore

@@ -5,10 +5,7 @@
 #include <sched.h>
 
 #include <atomic>
-#include <condition_variable>
-#include <mutex>
-#include <thread>
-#include <vector>
+#include <new>
 
 namespace anycore {
 namespace {
@@ -30,7 +27,12 @@ class Pool {
 public:
     // Under `busy`.
     void grow(int threads) {
-        for (; threads_ < threads; threads_++) std::thread([this, index = threads_] { serve(index); }).detach();
+        for (; threads_ < threads; threads_++) {
+            pthread_t thread;
+            const auto enter = [](void* pool) -> void* { return static_cast<Pool*>(pool)->serve(), nullptr; };
+            if (pthread_create(&thread, nullptr, enter, this) != 0) return;  // fewer do the same work
+            pthread_detach(thread);
+        }
     }
 
     void run(long count, void (*work)(void*, long), void* context) {
@@ -40,8 +42,9 @@ public:
         done_.store(0, std::memory_order_relaxed);
         left_.store(count);  // from here on others take part
         if (asleep_.load() > 0) {
-            { std::lock_guard<std::mutex> lock(mutex_); }
-            wake_.notify_all();
+            pthread_mutex_lock(&mutex_);  // whoever saw nothing to do is waiting by now
+            pthread_mutex_unlock(&mutex_);
+            pthread_cond_broadcast(&wake_);
         }
         while (take()) {
         }
@@ -63,7 +66,8 @@ private:
         return true;
     }
 
-    void serve(int index) {
+    void serve() {
+        const int index = entered_.fetch_add(1);
         const auto called = [this, index] { return index < wanted.load() && left_.load() > 0; };
         for (int looks = 0;; looks++) {
             if (called() && take()) {
@@ -73,10 +77,11 @@ private:
             } else if (looks < PAUSES + YIELDS) {
                 sched_yield();
             } else {
-                std::unique_lock<std::mutex> lock(mutex_);
+                pthread_mutex_lock(&mutex_);
                 asleep_++;
-                wake_.wait(lock, called);
+                while (!called()) pthread_cond_wait(&wake_, &mutex_);
                 asleep_--;
+                pthread_mutex_unlock(&mutex_);
                 looks = 0;
             }
         }
@@ -88,31 +93,29 @@ private:
     alignas(64) std::atomic<long> left_{0};
     alignas(64) std::atomic<long> done_{0};
     alignas(64) std::atomic<int> asleep_{0};
-    std::mutex mutex_;
-    std::condition_variable wake_;
+    std::atomic<int> entered_{1};
+    pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t wake_ = PTHREAD_COND_INITIALIZER;
 };
 
-std::atomic<Pool*> pool{nullptr};  // never destroyed: its threads end with the process
+Pool pool;  // its threads end with the process
 
 // A child of a fork has none of its parent's threads.
-void start_anew() { pool.store(new Pool); }
+void start_anew() { new (&pool) Pool; }
 
-Pool* current() {
-    static const int registered = (start_anew(), pthread_atfork(nullptr, nullptr, start_anew));
-    static_cast<void>(registered);
-    return pool.load();
-}
+pthread_once_t watched = PTHREAD_ONCE_INIT;
+void watch_forks() { pthread_atfork(nullptr, nullptr, start_anew); }
 
 }  // namespace
 
 void parallel_for(long count, void (*work)(void*, long), void* context) {
     const int size = wanted.load();
     if (size > 1 && count > 1) {
-        Pool* threads = current();
-        if (!threads->busy.test_and_set()) {
-            threads->grow(size);
-            threads->run(count, work, context);
-            threads->busy.clear();
+        pthread_once(&watched, watch_forks);
+        if (!pool.busy.test_and_set()) {
+            pool.grow(size);
+            pool.run(count, work, context);
+            pool.busy.clear();
             return;
         }
     }
