@@ -22,7 +22,7 @@ from anycore_cuda.kernels.products import FASTEST, Shape, product
 
 OTHERS = {
     (3584, 3584, False): ((144, Shape(256, 64, 132, 8, 4)), (256, Shape(128, 64, 132, 8, 4))),
-    (37888, 3584, True): ((144, Shape(128, 64, 132, 8, 4)),),
+    (37888, 3584, True): ((144, Shape(128, 64, 132, 8, 4, ahead=4)),),
 }
 """Compiled as well, so that there is something to look at in any case."""
 

@@ -20,6 +20,8 @@ from anycore_cuda.kernels.launch import launch
 
 JOINED = 8
 """Rows that one program joins."""
+LINE = tl.constexpr(64)
+"""Numbers that one request brings into the L2 cache."""
 
 
 class Shape(NamedTuple):
@@ -31,6 +33,7 @@ class Shape(NamedTuple):
     warps: int
     stages: int
     last: bool = False  # the program that ends last joins what others have summed, rather than a second launch
+    ahead: int = 0  # lines of 128 bytes, of each row of its first tile, that a program asks for before it waits
 
 
 PROCESSORS = 132
@@ -57,6 +60,7 @@ def fits(x: Tensor, weight: Any) -> bool:
         and x.ndim == 2
         and x.dtype == weight.dtype
         and all(m.element_size() == 2 and m.stride(1) == 1 and m.stride(0) % 8 == 0 for m in (x, weight))
+        and weight.is_contiguous()
         and all(m.data_ptr() % 16 == 0 for m in (x, weight))
     )
 
@@ -120,14 +124,25 @@ def _finish(
         _put(out_ptr, bias_ptr, tl.trans(acc), tl.trans(up), row, tile * OUTS + at, rows, outs, BIAS, GATE)
 
 
+@triton.jit
+def _ask(weight_ptr, row, column, most, width, LINES: tl.constexpr):
+    # Have the first lines of some rows brought into the L2 cache; what lies outside is not asked for.
+    line = tl.minimum(column + tl.arange(0, LINES) * LINE, width - 1)
+    at = weight_ptr + tl.minimum(row, most - 1).to(tl.int64)[:, None] * width + line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
 @triton.jit(do_not_specialize=["rows", "waves", "turns", "share", "total"])
 def _product(
-    x_desc, more_desc, weight_desc, bias_ptr, out_ptr, part_ptr, done_ptr, rows, outs, waves, turns, share, total,
+    x_desc, more_desc, weight_desc, weight_ptr, bias_ptr, out_ptr, part_ptr, done_ptr,
+    rows, outs, width, waves, turns, share, total,
     ROWS: tl.constexpr, MORE: tl.constexpr, OUTS: tl.constexpr, COLUMNS: tl.constexpr, JOINED: tl.constexpr,
-    BIAS: tl.constexpr, GATE: tl.constexpr, SHARED: tl.constexpr, LAST: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, GATE: tl.constexpr, SHARED: tl.constexpr, LAST: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
-    wait(EARLY)
     program = tl.program_id(0)
     held: tl.constexpr = ROWS + MORE
     split_tile = waves * tl.num_programs(0)  # the first of the tiles that programs share
@@ -135,6 +150,15 @@ def _product(
     end = tl.minimum(begin + share, total)
     turn = begin - waves * turns  # before its share come tiles of its own
     own = program
+    if EARLY and AHEAD:
+        tile = own if waves else begin // turns
+        column = 0 if waves else begin % turns * COLUMNS
+        row = tile * OUTS + tl.arange(0, OUTS)
+        _ask(weight_ptr, row, column, outs, width, AHEAD)
+        if GATE is not None:
+            _ask(weight_ptr, outs + row, column, 2 * outs, width, AHEAD)
+    wait(EARLY)
+
     while turn < end:
         if turn < begin:
             tile = own
@@ -163,7 +187,7 @@ def _product(
                     more_up = tl.dot(weight, tl.trans(others), more_up, input_precision="tf32x3")
         whole = last - first == turns
         split = tile - split_tile
-        slot = 2 * program + (first == 0).to(tl.int32)
+        slot = 2 * program + tl.where(first == 0, 1, 0)
         _finish(
             out_ptr, bias_ptr, part_ptr, acc, up, tile, whole, slot, rows, outs,
             0, ROWS, held, OUTS, BIAS, GATE, SHARED,
@@ -225,7 +249,8 @@ def product(
 ) -> Tensor:
     """[R, I] times [O, I] → [R, O], summed in float32; with `gate` [2 O, I], and act(first half) * second half.
 
-    `counters` are int32 zeros, one a tile, and zeros again afterwards.
+    `counters` are int32 zeros, one a tile, and zeros again afterwards. An `early` kernel with a shape of lines ahead
+    asks for some of the matrix before it waits: it must not be the result of the kernel just before.
     """
     if gate is not None:
         check_kind(gate)
@@ -247,10 +272,10 @@ def product(
     launch(
         _product, (programs,),
         described(x, first, shape.columns), described(x, more or first, shape.columns),
-        described(weight, shape.outs, shape.columns), biased, out, part, counters, rows, outs,
-        waves, turns, share, total,
+        described(weight, shape.outs, shape.columns), weight, biased, out, part, counters,
+        rows, outs, width, waves, turns, share, total,
         ROWS=first, MORE=more, OUTS=shape.outs, COLUMNS=shape.columns, JOINED=JOINED, BIAS=bias is not None,
-        GATE=gate, SHARED=split > 0, LAST=split > 0 and shape.last, EARLY=early,
+        GATE=gate, SHARED=split > 0, LAST=split > 0 and shape.last, AHEAD=shape.ahead, EARLY=early,
         num_warps=shape.warps, num_stages=shape.stages, **launch_options(early),
     )  # fmt: skip
     if split and not shape.last:

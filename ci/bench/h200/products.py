@@ -36,6 +36,8 @@ COLD = 300 << 20
 ROWS = (8, 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 TOLERANCE = 8e-3
 OFFERS = 16
+SECONDS = 400
+"""After so many nothing more is measured."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def shapes(case: Case, rows: int) -> Iterator[Shape]:
             continue
         shape = Shape(outs // sides, columns, PROCESSORS * each, warps, stages)
         yield shape
+        if each == 1 and columns == 64 and case.name != "head":
+            yield shape._replace(ahead=4)
         tiles = -(-case.outs // outs)
         if tiles < PROCESSORS and outs == 128:
             even = shape._replace(programs=shape.programs // tiles * tiles)  # every tile to as many programs
