@@ -44,7 +44,7 @@ class AscendBackend(Backend):
         if limits.block_size == 0:  # nothing decodes
             return step
         sizes = [size for size in GRAPH_SIZES if size <= limits.block_size]
-        return GraphStep(step, self.ops, limits, self.device, self._capture, sizes, compiles=False)
+        return GraphStep(step, self.ops, limits, self.device, self._capture, sizes, compiles=False, memory=self.memory)
 
     def synchronize(self) -> None:
         self.npu.synchronize(self.device)

@@ -40,7 +40,9 @@ class CudaBackend(Backend):
     def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         if limits.block_size == 0:  # nothing decodes
             return step
-        return GraphStep(step, self.ops, limits, self.device, self._capture, rehearsal=self._compiling)
+        return GraphStep(
+            step, self.ops, limits, self.device, self._capture, rehearsal=self._compiling, memory=self.memory
+        )
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

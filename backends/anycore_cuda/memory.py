@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from anycore.contract.backend import KVSpec
 from anycore.contract.pinned import PinnedMemory
 
-ALIGNMENT = 16
 STAGED_FROM = 1 << 20
 STAGE = 32 << 20
 
 
 class CudaMemory(PinnedMemory):
+    typed = False
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stages: list[Stage] = []
@@ -32,22 +31,6 @@ class CudaMemory(PinnedMemory):
     def upload(self, host: Tensor) -> Tensor:
         staged = host.device != self.device and host.nbytes >= STAGED_FROM and host.is_contiguous()
         return self._staged(host) if staged else super().upload(host)
-
-    def upload_all(self, hosts: Sequence[Tensor]) -> list[Tensor]:
-        """One transfer: the tensors side by side in one buffer."""
-        starts = [0]
-        for host in hosts:
-            starts.append(-(-(starts[-1] + host.nbytes) // ALIGNMENT) * ALIGNMENT)
-        buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-        places = buffer.numpy()  # torch takes longer to cut and copy such small pieces
-        for host, start in zip(hosts, starts, strict=False):
-            array = np.ascontiguousarray(host.numpy())
-            places[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-        there = buffer.to(self.device, non_blocking=True)
-        return [
-            there[start : start + host.nbytes].view(host.dtype).view(host.shape)
-            for host, start in zip(hosts, starts, strict=False)
-        ]
 
     def _staged(self, host: Tensor) -> Tensor:
         """A large tensor, through two pinned buffers in turn: one is filled while the other travels."""

@@ -38,6 +38,7 @@ def capture(work: Any) -> tuple[Replay, StepOutput]:
         if kept.samples is not None:
             kept.samples.ids.copy_(again.samples.ids)
             kept.samples.finite.copy_(again.samples.finite)
+            kept.samples.together.copy_(again.samples.together)
 
     return replay, kept
 

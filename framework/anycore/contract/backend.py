@@ -44,6 +44,8 @@ class Peak:
 class Memory:
     """The device's memory. All sizes in bytes."""
 
+    typed = True  # a buffer is read as one data type only: some devices note a storage's and refuse to read another
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
@@ -84,6 +86,10 @@ class Memory:
     def upload_all(self, hosts: Sequence[Tensor]) -> list[Tensor]:
         """`upload` of several small tensors, which a backend may make one transfer."""
         return [self.upload(host) for host in hosts]
+
+    def renew(self, there: Tensor, here: Tensor) -> None:
+        """Copy a host tensor over one on the device, in order with what is launched; `here` may be written at once."""
+        there.copy_(here)
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Begin to copy tensors to the host; what is returned waits for these copies only and gives them.

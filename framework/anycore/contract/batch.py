@@ -139,3 +139,5 @@ class Samples:
     ranks: Tensor | None = None  # [R] int64: 1 for the most likely id
     top_ids: Tensor | None = None  # [R, N] int64
     top_logprobs: Tensor | None = None  # [R, N] float32
+    # [2, R or more] int64: ids and finite once more, from a backend that has them side by side to travel as one.
+    together: Tensor | None = None

@@ -86,7 +86,7 @@ def graph_bytes(shape: StepShape, each: int, sizes: Sequence[int] | None = None)
         return 0
     captured = buckets(shape.seqs) if sizes is None else sorted({min(size, shape.seqs) for size in sizes})
     blocks = -(-shape.longest // shape.block_size)
-    buffers = shape.seqs * (4 * blocks + 56)  # block tables; ids, positions, slots, lengths, temperatures, draws
+    buffers = shape.seqs * (4 * blocks + 72)  # block tables, and what else lies on a desk
     shared = activation_bytes(shape, captured[-1]) + captured[-1] * shape.vocab * (8 + shape.element)
-    left = sum(captured) * (shape.element * shape.hidden + 9)  # hidden rows, ids, whether they are finite
+    left = sum(captured) * (shape.element * shape.hidden + 25)  # hidden rows, ids, whether they are finite, both again
     return buffers + shared + 4 * (left + len(captured) * each)

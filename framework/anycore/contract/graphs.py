@@ -1,8 +1,7 @@
 """Capturing decode steps once and replaying them: the part that is the same on every device that has graphs.
 
-A step is captured per bucket of batch sizes, on buffers that stay where they are. Replaying one is: copy the batch
-into the buffers, one launch, copy the ids out. Steps whose sampling is more than a temperature are captured up to the
-hidden rows; what follows, a few launches, runs as it is.
+A step is captured per bucket of batch sizes, on a desk. Replaying one that was laid there is one launch. Steps whose
+sampling is more than a temperature are captured up to the hidden rows; what follows, a few launches, runs as it is.
 """
 
 from __future__ import annotations
@@ -10,20 +9,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from anycore.contract.backend import StepOutput, WholeStep
+from anycore.contract.backend import Memory, StepOutput, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.costs import buckets
+from anycore.contract.desk import Desk
 from anycore.contract.ops import Ops
 from anycore.contract.sizes import Limits
 
 Replay = Callable[[Batch], None]
-"""Runs what was captured. The batch, whose rows are in the buffers already, is for devices whose kernels take lengths
+"""Runs what was captured. The batch, whose rows are on the desk already, is for devices whose kernels take lengths
 from the host: they renew them first.
 """
 
@@ -50,6 +50,16 @@ class Recorded:
     replay: Replay
     rows: Tensor
     samples: Samples | None
+    outputs: dict[int, StepOutput] = field(default_factory=dict)  # for so many requests
+
+    def output(self, count: int) -> StepOutput:
+        """What the first rows left. It lasts until the next replay."""
+        if count not in self.outputs:
+            samples = self.samples
+            if samples is not None:
+                samples = Samples(samples.ids[:count], samples.finite[:count], together=samples.together)
+            self.outputs[count] = StepOutput(self.rows[:count], samples)
+        return self.outputs[count]
 
 
 class GraphStep:
@@ -65,10 +75,11 @@ class GraphStep:
         sizes: Sequence[int] | None = None,
         compiles: bool = True,
         rehearsal: Callable[[], AbstractContextManager[None]] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """`sizes` are the batch sizes to capture, larger batches are not; `compiles` says that kernels are compiled
         when they are first used, so that the warm-up should use them all. Inside `rehearsal` kernels are compiled side
-        by side, rather than run, and steps have no effect.
+        by side, rather than run, and steps have no effect. `memory` is the device's, by default a plain one.
         """
         self.step = step
         self.ops = ops
@@ -79,19 +90,9 @@ class GraphStep:
         self.buckets = buckets(most) if sizes is None else sorted({min(size, most) for size in sizes})
         self._recorded: dict[tuple[int, bool, bool], Recorded | None] = {}
         self._said: set[str] = set()  # reasons why steps were not captured
-        blocks = -(-limits.max_model_len // limits.block_size)
-        ids, positions, slots = torch.zeros(3, most, dtype=torch.int64, device=device)
-        self._longs = ids, positions, slots
-        self._tables = torch.zeros(most, blocks, dtype=torch.int32, device=device)
-        self._lens = torch.ones(most, dtype=torch.int32, device=device)
-        self._scratch = torch.arange(most, device=device) % limits.block_size  # slots of rows that belong to nobody
-        self._every = torch.arange(most, dtype=torch.int32, device=device)
-        self._order = self._every.clone()
-        self._order_now: Tensor | None = None  # whose copy it holds
+        self.desk = Desk(memory or Memory(device), limits, ops.draw_dtype)
         self._shared = torch.zeros(1, dtype=torch.int32, device=device)
         self._shared_now = 0  # what it holds
-        self._temperature = torch.ones(most, dtype=torch.float32, device=device)
-        self._uniforms = torch.zeros(most, dtype=ops.draw_dtype, device=device)
 
     def __call__(self, batch: Batch, sampling: Sampling | None) -> StepOutput:
         if sampling is None:  # nothing decodes
@@ -107,24 +108,18 @@ class GraphStep:
         bucket = next(size for size in self.buckets if size >= count)
         whole, shares = is_plain(sampling), self.ops.shares(batch)
         if (bucket, whole, shares) not in self._recorded:
-            self._prepare(batch, bucket, whole, shares)
+            with self.desk.cleared():
+                self._prepare(batch, bucket, whole, shares)
         recorded = self._recorded[bucket, whole, shares]
         if recorded is None:
             return self.step(batch, sampling)
-        self._fill(batch, count, bucket)
-        if whole:
-            self._temperature[:count].copy_(sampling.temperature)
-            self._uniforms[:count].copy_(sampling.uniforms)
+        self._fill(batch, sampling if whole else None)
         if shares and batch.shared_tokens != self._shared_now:
             self._shared_now = batch.shared_tokens
             self._shared.fill_(self._shared_now)
         recorded.replay(batch)
-        rows = recorded.rows[:count]
-        if recorded.samples is None:
-            return StepOutput(rows, self.step.sample(rows, sampling))
-        # The next replay overwrites its samples, perhaps before the host has read them.
-        ids, finite = recorded.samples.ids[:count].clone(), recorded.samples.finite[:count].clone()
-        return StepOutput(rows, Samples(ids, finite))
+        output = recorded.output(count)
+        return output if whole else StepOutput(output.rows, self.step.sample(output.rows, sampling))
 
     def _rehearse(
         self, rehearsal: Callable[[], AbstractContextManager[None]], batch: Batch, sampling: Sampling
@@ -141,7 +136,7 @@ class GraphStep:
                     self.step(self._batch(batch, size, shares=False), self._sampling_of(size))
 
     def _prepare(self, batch: Batch, bucket: int, whole: bool, shares: bool) -> None:
-        """Capture what is missing: at first every bucket with plain sampling, later the one at hand.
+        """Capture what is missing: at first every bucket with plain sampling, later the one at hand. The desk is clear.
 
         The first time, which is the warm-up, the other kinds of steps are run once, too: nothing is compiled later.
         """
@@ -162,10 +157,12 @@ class GraphStep:
         mine, sampling = self._batch(batch, bucket, shares), self._sampling_of(bucket) if whole else None
 
         def work() -> StepOutput:
-            return self.step(mine, sampling)
+            output = self.step(mine, sampling)
+            if output.samples is not None:
+                ids, finite = output.samples.ids, output.samples.finite
+                output.samples.together = torch.stack((ids, finite.to(ids.dtype)))
+            return output
 
-        self._reset(0, bucket)
-        self._sort(None, 0, bucket)
         if whole or (bucket, True, shares) not in self._recorded:  # which has run all that this one is made of
             work()
         try:
@@ -183,7 +180,7 @@ class GraphStep:
         size = like.block_size
         lens = [1] * decoding + [size + 1]
         rows = decoding + size + 1
-        zeros = torch.zeros(rows, dtype=torch.int64, device=self._tables.device)
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self.desk.tables.device)
         batch = replace(
             like,
             input_ids=zeros,
@@ -200,52 +197,47 @@ class GraphStep:
 
     def _batch(self, like: Batch, count: int, shares: bool) -> Batch:
         """The first `count` places of the buffers as a batch. Its host lengths mean nothing to a captured kernel."""
-        ids, positions, slots = (x[:count] for x in self._longs)
+        view = self.desk.view
         batch = replace(
             like,
-            input_ids=ids,
-            positions=positions,
-            slots=slots,
+            input_ids=view("ids", count),
+            positions=view("positions", count),
+            slots=view("slots", count),
             query_lens=[1] * count,
             context_lens=[0] * count,
             output_rows=None,
-            block_tables=self._tables[:count],
+            block_tables=view("tables", count),
             token_types=None,
-            order=self._order[:count],
-            shared_tokens=self._tables.shape[1] * like.block_size if shares else 0,
+            order=view("order", count),
+            shared_tokens=self.desk.tables.shape[1] * like.block_size if shares else 0,
         )
-        batch.seq_lens_device, batch.shared_tokens_device = self._lens[:count], self._shared
+        batch.seq_lens_device, batch.shared_tokens_device = view("lens", count), self._shared
         batch.plan = self.ops.plan(batch)
         return batch
 
     def _sampling_of(self, count: int) -> Sampling:
-        return Sampling(self._temperature[:count], self._uniforms[:count])
+        return Sampling(self.desk.view("temperature", count), self.desk.view("uniforms", count))
 
-    def _reset(self, first: int, last: int) -> None:
-        """Let rows belong to nobody: they store into the scratch block and see one token of it."""
-        self._longs[2][first:last].copy_(self._scratch[: last - first])
-        self._lens[first:last].fill_(1)
-
-    def _sort(self, order: Tensor | None, count: int, bucket: int) -> None:
-        """Hold another batch's order, followed by the rows that belong to nobody."""
-        self._order_now = order
-        if order is not None:
-            self._order[:count].copy_(order)
-        self._order[count:bucket].copy_(self._every[count:bucket])
-
-    def _fill(self, batch: Batch, count: int, bucket: int) -> None:
-        assert batch.slots is not None
-        assert batch.block_tables is not None
-        places = [place[:count] for place in self._longs]
-        torch._foreach_copy_(places, [batch.input_ids, batch.positions, batch.slots])
-        self._lens[:count].copy_(batch.seq_lens_device)
-        self._tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables)
-        if count < bucket:
-            self._reset(count, bucket)
-        if batch.order is None:
-            self._sort(None, 0, bucket)
-        elif batch.order is not self._order_now:
-            self._sort(batch.order, count, bucket)
+    def _fill(self, batch: Batch, sampling: Sampling | None) -> None:
+        """Copy to the desk what was not laid there."""
+        desk, count = self.desk, len(batch.query_lens)
+        if batch.positions is not desk.view("positions", count):
+            assert batch.block_tables is not None
+            desk.clear()
+            desk.tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+        numbers = {
+            "ids": batch.input_ids,
+            "positions": batch.positions,
+            "slots": batch.slots,
+            "lens": batch.seq_lens_device,
+            "order": batch.order,
+        }
+        if sampling is not None:
+            numbers |= {"temperature": sampling.temperature, "uniforms": sampling.uniforms}
+        for name, theirs in numbers.items():
+            mine = desk.view(name, count)
+            if theirs is not None and theirs is not mine:
+                mine.copy_(theirs)
 
 
 def replayable(batch: Batch) -> bool:

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from anycore.contract.backend import Download, Memory, Peak
 
 ALIGNMENT = 64  # bytes
+
+Name = TypeVar("Name")
 
 
 class PinnedMemory(Memory):
@@ -50,21 +53,21 @@ class PinnedMemory(Memory):
         return host.pin_memory().to(self.device, non_blocking=True)
 
     def upload_all(self, hosts: Sequence[Tensor]) -> list[Tensor]:
-        """One transfer a data type. Not one for all: some devices note a storage's type and refuse to read another."""
+        """One transfer, or one a data type."""
         there: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(host.dtype for host in hosts):
-            group = [i for i, host in enumerate(hosts) if host.dtype == dtype]
-            step = ALIGNMENT // hosts[group[0]].element_size()
-            starts = [0]
-            for i in group:
-                starts.append(-(-(starts[-1] + hosts[i].numel()) // step) * step)
+        for dtype, members in grouped(dict(enumerate(hosts)), self.typed).items():
+            like = [hosts[i] for i in members]
+            starts = starts_of(like, dtype)
             buffer = torch.empty(starts[-1], dtype=dtype, pin_memory=True)
-            for i, start in zip(group, starts, strict=False):
-                buffer[start : start + hosts[i].numel()] = hosts[i].reshape(-1)
-            sent = buffer.to(self.device, non_blocking=True)
-            for i, start in zip(group, starts, strict=False):
-                there[i] = sent[start : start + hosts[i].numel()].view(hosts[i].shape)
+            places = buffer.numpy()  # torch takes longer to cut and copy such small pieces
+            for host, start in zip(like, starts, strict=False):
+                flat = np.ascontiguousarray(host.numpy()).reshape(-1).view(places.dtype)
+                places[start : start + len(flat)] = flat
+            there.update(zip(members, cut(buffer.to(self.device, non_blocking=True), starts, like), strict=True))
         return [there[i] for i in range(len(hosts))]
+
+    def renew(self, there: Tensor, here: Tensor) -> None:
+        there.copy_(here.pin_memory(), non_blocking=True)
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         hosts = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in tensors]
@@ -76,3 +79,28 @@ class PinnedMemory(Memory):
             return hosts
 
         return wait
+
+
+def grouped(tensors: Mapping[Name, Tensor], typed: bool) -> dict[torch.dtype, list[Name]]:
+    """Which of some tensors may share a buffer, and its type: any of them where a buffer is bytes."""
+    groups: dict[torch.dtype, list[Name]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(tensor.dtype if typed else torch.uint8, []).append(name)
+    return groups
+
+
+def starts_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
+    """Where each of some tensors begins, side by side in a buffer of a type, and where the last one's place ends."""
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * (ALIGNMENT // dtype.itemsize))
+    return starts
+
+
+def cut(buffer: Tensor, starts: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
+    """The parts of a buffer, each of the type and shape of a tensor."""
+    size = buffer.element_size()
+    return [
+        buffer[start : start + tensor.nbytes // size].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, like, strict=False)
+    ]

@@ -1,4 +1,7 @@
-"""Batches from a step's entries: built on the host with whole arrays, sent to the device in one transfer."""
+"""Batches from a step's entries: built on the host with whole arrays, sent to the device in one transfer.
+
+Where the backend has a desk, steps that only decode are laid there.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch, Samples
+from anycore.contract.desk import Desk
 from anycore.contract.sizes import Limits
 from anycore.engine.request import Request
 from anycore.engine.scheduler import Step
@@ -24,11 +28,14 @@ class BatchBuilder:
     takes its id from them, on the device.
     """
 
-    def __init__(self, spec: ModelSpec, memory: Memory, limits: Limits, kv: list[Any] | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, memory: Memory, limits: Limits, kv: list[Any] | None, desk: Desk | None = None
+    ) -> None:
         self.spec = spec
         self.memory = memory
         self.limits = limits
         self.kv = kv
+        self.desk = None if spec.token_type_count else desk
         self.tables = BlockTables(limits)
         self._samples: Samples | None = None
         self._starts = np.zeros(0, dtype=np.int64)  # first position of each entry of the last batch
@@ -77,6 +84,8 @@ class BatchBuilder:
         if self.kv is not None:
             self._rows = self.tables.rows(requests)
         self._starts, self._lens, self._shared = starts, lens.tolist(), None
+        if self.desk is not None and every and self.kv is not None and len(ids) == len(requests):
+            return self._laid_new(self.desk, ids, unseen, places)
         batch, sent = self._send(np.arange(ends[-1]) + (starts - (ends - lens))[owner], owner, lens, arrays)
         batch.input_ids = sent[0]
         if not every:
@@ -96,13 +105,65 @@ class BatchBuilder:
         self._starts, self._lens = starts, [1] * count
         grown = np.flatnonzero(starts % self.limits.block_size == 0)  # the others have no new block
         self.tables.rows([requests[i] for i in grown.tolist()])
+        if self.desk is not None:
+            batch = self._laid(self.desk, grown)
+            batch.input_ids = self._samples.ids
+            return batch
         every = np.arange(count)
         batch, _ = self._send(starts, every, np.ones(count, dtype=np.int64), [])
         batch.input_ids = self._samples.ids
         return batch
 
+    def _laid_new(self, desk: Desk, ids: list[int], unseen: list[int], places: list[int]) -> Batch:
+        desk.lay("ids", ids)
+        rows, at = desk.lay("unseen", unseen), desk.lay("places", places)
+        batch = self._laid(desk, np.zeros(0, dtype=np.int64))
+        if unseen:
+            assert self._samples is not None
+            batch.input_ids.index_copy_(0, rows, self._samples.ids.index_select(0, at))
+        return batch
+
+    def _laid(self, desk: Desk, grown: Array) -> Batch:
+        """One row of each request. `grown` are those that have a new block since they were laid."""
+        count, size, starts = len(self._starts), self.limits.block_size, self._starts
+        desk.lay("positions", starts)
+        desk.lay("slots", self.tables.slots(self._rows, starts))
+        desk.lay("lens", starts + 1)
+        changed = self._shared is None
+        if self._shared is None:
+            self._shared = self.tables.shared(self._rows, int(starts.min()))
+            desk.lay("order", np.argsort(-starts, kind="stable"))
+        elif len(grown):
+            columns = starts[grown] // size
+            cells = desk.lay("cells", grown * desk.tables.shape[1] + columns)
+            blocks = desk.lay("blocks", self.tables.blocks(self._rows[grown], columns))
+        desk.send()
+        if changed:
+            tables = self.tables.first(self._rows, int(starts.max()) // size + 1)
+            self.memory.renew(desk.tables[:count, : tables.shape[1]], torch.from_numpy(tables))
+        elif len(grown):
+            desk.tables.view(-1).index_copy_(0, cells, blocks)
+        batch = Batch(
+            input_ids=desk.view("ids", count),
+            positions=desk.view("positions", count),
+            query_lens=self._lens,
+            context_lens=starts.tolist(),
+            output_rows=None,
+            causal=self.spec.attention == "causal",
+            slots=desk.view("slots", count),
+            block_tables=desk.view("tables", count),
+            kv=self.kv,
+            block_size=size,
+            shared_tokens=self._shared,
+            order=desk.view("order", count),
+        )
+        batch.seq_lens_device = desk.view("lens", count)
+        return batch
+
     def _send(self, positions: Array, owner: Array, lens: Array, more: list[Array]) -> tuple[Batch, list[Tensor]]:
         """Everything but the ids: the batch, and the further arrays on the device."""
+        if self.desk is not None:
+            self.desk.send()  # what sampling has laid there
         arrays = [
             positions,
             (self._starts + lens).astype(np.int32),
@@ -110,7 +171,10 @@ class BatchBuilder:
         ]
         if self.kv is not None:
             columns = (int((self._starts + lens).max()) - 1) // self.limits.block_size + 1
-            arrays += self.tables.address(self._rows, columns, owner, positions)
+            arrays += [
+                self.tables.first(self._rows, columns),
+                self.tables.slots(self._rows[owner], positions),
+            ]
         decodes = self.kv is not None and len(positions) == len(lens)
         if decodes and self._shared is None:  # the batch has changed
             self._shared = self.tables.shared(self._rows, int(self._starts.min()))

@@ -16,6 +16,7 @@ from torch import Tensor
 from anycore.contract.backend import Backend, Download, Limits, StepOutput, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.declare import Task
+from anycore.contract.desk import Desk
 from anycore.contract.sampling import report
 from anycore.engine.building import BatchBuilder
 from anycore.engine.request import Request, TokenLogprob
@@ -83,12 +84,13 @@ class Runner:
         self.task = task
         self.limits = limits
         self.kv = kv
-        self.sampler = Sampler(
-            model.spec.vocab_size, backend.device, backend.memory, backend.ops.draw_dtype, limits.max_num_seqs
-        )
-        self.builder = BatchBuilder(model.spec, backend.memory, limits, kv)
         self._rows = wanted_rows(model.spec, task)
         self._step = backend.optimize(WholeStep(model.forward, self._sample), limits)
+        desk: Desk | None = getattr(self._step, "desk", None)
+        self.sampler = Sampler(
+            model.spec.vocab_size, backend.device, backend.memory, backend.ops.draw_dtype, limits.max_num_seqs, desk
+        )
+        self.builder = BatchBuilder(model.spec, backend.memory, limits, kv, desk)
         self._before: Wanted | None = None  # of the step before
 
     @torch.inference_mode()
@@ -97,17 +99,18 @@ class Runner:
         before = self._before
         if before is not None and before.only_sampled and not step.chunks and before.sampled == step.decodes:
             wanted = before  # each goes on with the token just sampled
-            batch = self.builder.next_tokens(wanted.sampled)
         else:
             wanted = self._wanted(step)
-            batch = self.builder.build(step, wanted.rows)
-        batch.plan = self.backend.ops.plan(batch)
         sampling = self.sampler.prepare(wanted.sampled) if wanted.sampled else None
+        goes_on = wanted is before
+        batch = self.builder.next_tokens(wanted.sampled) if goes_on else self.builder.build(step, wanted.rows)
+        batch.plan = self.backend.ops.plan(batch)
         output = self._step(batch, sampling)
         leaving: list[Tensor] = []
         if output.samples is not None:
             self.sampler.observe(wanted.sampled, output.samples)
-            leaving += _tensors(output.samples)
+            together = output.samples.together
+            leaving += _tensors(output.samples) if together is None else [together]
         if wanted.pooled:
             leaving.append(self._pooled(output.rows, batch))
         batch.plan = None  # a plan knows its batch: the circle would keep masks and workspaces until it is looked for
@@ -121,6 +124,8 @@ class Runner:
         arrived, wanted = launched.arrive(), launched.wanted
         results = Results()
         if wanted.sampled:
+            if launched.output.samples is not None and launched.output.samples.together is not None:
+                arrived = list(arrived[0][:, : len(wanted.sampled)])
             samples = Samples(*arrived[: len(arrived) - bool(wanted.pooled)])
             results.sampled = wanted.sampled
             results.tokens, results.finite = samples.ids.tolist(), samples.finite.tolist()
@@ -213,7 +218,7 @@ class Runner:
 
 def _tensors(samples: Samples) -> list[Tensor]:
     """The tensors that are there, in the order of the fields: later ones are there only if earlier ones are."""
-    found = (getattr(samples, field.name) for field in fields(samples))
+    found = (getattr(samples, field.name) for field in fields(samples) if field.name != "together")
     return [tensor for tensor in found if tensor is not None]
 
 

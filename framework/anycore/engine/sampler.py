@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anycore.contract.backend import Memory
 from anycore.contract.batch import IN_PROMPT, Penalties, Samples, Sampling
+from anycore.contract.desk import Desk
 from anycore.contract.sampling import GREEDY_BELOW
 from anycore.engine.request import Request, SamplingParams
 
@@ -76,12 +77,16 @@ class Sampler:
         memory: Memory | None = None,
         draw_dtype: torch.dtype = torch.float64,
         seats: int = 1,
+        desk: Desk | None = None,
     ) -> None:
-        """`seats` is the most requests that run at a time."""
+        """`seats` is the most requests that run at a time. If there is a desk, temperatures and draws are laid on it,
+        to be on the device once it was sent.
+        """
         self.vocab = vocab
         self.device = device
         self.draw_dtype = draw_dtype
         self.memory = memory or Memory(device)
+        self.desk = desk
         self._group: Group | None = None
         self._counts: Tensor | None = None  # [seats, V], see `Penalties`; made when first needed
         self._counted: list[Request | None] = [None] * seats  # whose tokens each row counts
@@ -95,16 +100,19 @@ class Sampler:
         else:
             group = self._group = self._new_group(requests)
         if not group.sampling.all_greedy:
-            uniforms = self.memory.upload(self._draws(group))
-            group.sampling = replace(group.sampling, uniforms=uniforms)
+            uniforms = self._draws(group)
+            if self.desk is not None:
+                self.desk.lay("uniforms", uniforms)
+            else:
+                group.sampling = replace(group.sampling, uniforms=self.memory.upload(torch.from_numpy(uniforms)))
         return group.sampling
 
-    def _draws(self, group: Group) -> Tensor:
+    def _draws(self, group: Group) -> np.ndarray[Any, Any]:
         """In the device's type for them. What rounding would make 1 stays below it."""
-        numbers = torch.from_numpy(draws(group.seeds, group.positions))
-        if self.draw_dtype == torch.float64:
-            return numbers
-        return numbers.to(self.draw_dtype).clamp_(max=1 - torch.finfo(self.draw_dtype).eps / 2)
+        numbers: np.ndarray[Any, Any] = draws(group.seeds, group.positions)
+        if self.draw_dtype == torch.float32:
+            numbers = np.minimum(numbers.astype(np.float32), np.nextafter(np.float32(1), np.float32(0)))
+        return numbers
 
     def _new_group(self, requests: list[Request]) -> Group:
         states: list[SamplerState] = [request.sampler or self._state(request) for request in requests]
@@ -122,7 +130,7 @@ class Sampler:
         """What every row has: temperature, and the filters that any row asks for."""
         temperature, top_k, top_p, min_p = np.array([state.numbers for state in states], dtype=np.float64).T
         greedy = bool((temperature < GREEDY_BELOW).all())
-        arrays = {"temperature": temperature.astype(np.float32)}
+        arrays = {} if self.desk is not None else {"temperature": temperature.astype(np.float32)}
         if not greedy and (top_k < self.vocab).any():
             arrays["top_k"] = top_k.astype(np.int64)
         if (top_p < 1).any():
@@ -130,9 +138,14 @@ class Sampler:
         if (min_p > 0).any():
             arrays["min_p"] = min_p.astype(np.float32)
         sent = dict(zip(arrays, self.memory.upload_all(list(map(torch.from_numpy, arrays.values()))), strict=True))
+        if self.desk is not None:
+            sent["temperature"] = self.desk.lay("temperature", temperature)
+            uniforms = self.desk.view("uniforms", len(states))
+        else:
+            uniforms = torch.zeros(len(states), dtype=self.draw_dtype, device=self.device)
         return Sampling(
             temperature=sent["temperature"],
-            uniforms=torch.zeros(len(states), dtype=self.draw_dtype, device=self.device),
+            uniforms=uniforms,
             top_k=sent.get("top_k"),
             top_p=sent.get("top_p"),
             min_p=sent.get("min_p"),

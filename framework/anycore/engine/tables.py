@@ -34,14 +34,18 @@ class BlockTables:
             rows.append(row)
         return np.array(rows, dtype=np.int64)
 
-    def address(self, rows: Array, columns: int, owner: Array, positions: Array) -> list[Array]:
-        """The first `columns` blocks of some rows [B, P] int32, and the slots [T] int64 of tokens at `positions`.
+    def first(self, rows: Array, columns: int) -> Array:
+        """The first `columns` blocks of some rows, [B, P] int32."""
+        return self._table[rows, :columns]
 
-        `owner` [T] says whose each token is, as an index into `rows`.
-        """
-        tables = self._table[rows, :columns]
-        slots = tables[owner, positions // self.size].astype(np.int64) * self.size + positions % self.size
-        return [tables, slots]
+    def blocks(self, rows: Array, columns: Array) -> Array:
+        """One block of each of some rows."""
+        return self._table[rows, columns]
+
+    def slots(self, rows: Array, positions: Array) -> Array:
+        """[T] int64: where tokens are stored that belong to some rows, one each."""
+        blocks, offsets = np.divmod(positions, self.size)
+        return self._table[rows, blocks].astype(np.int64) * self.size + offsets
 
     def shared(self, rows: Array, computed: int) -> int:
         """How many first tokens, of `computed` at most, lie in the same blocks for all of these rows."""
