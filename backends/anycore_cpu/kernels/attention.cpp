@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "interface.hpp"
 #include "panels.hpp"
 #include "replay.hpp"
 #include "scratch.hpp"

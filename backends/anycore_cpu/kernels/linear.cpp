@@ -1,6 +1,7 @@
 // Linear layers: rows times a packed matrix.
 #include <algorithm>
 
+#include "interface.hpp"
 #include "panels.hpp"
 #include "replay.hpp"
 #include "scratch.hpp"

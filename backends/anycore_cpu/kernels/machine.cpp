@@ -1,6 +1,8 @@
 // What the kernels need of the system beneath them.
 #include <cstdlib>
 
+#include "interface.hpp"
+
 #if defined(__AMX_BF16__)
 #include <sys/syscall.h>
 #include <unistd.h>

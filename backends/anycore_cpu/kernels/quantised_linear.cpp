@@ -1,6 +1,7 @@
 // Linear layers whose matrix is quantised: rows are rounded, then multiplied by panel after panel.
 #include <algorithm>
 
+#include "interface.hpp"
 #include "quantised.hpp"
 #include "replay.hpp"
 #include "scratch.hpp"

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "interface.hpp"
 #include "quantised.hpp"
 #include "replay.hpp"
 #include "threads.hpp"

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 
+#include "interface.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
 #include "vectors.hpp"

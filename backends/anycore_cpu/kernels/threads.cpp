@@ -7,6 +7,8 @@
 #include <atomic>
 #include <new>
 
+#include "interface.hpp"
+
 namespace anycore {
 namespace {
 
