@@ -8,39 +8,23 @@ any dense checkpoint's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from anycore.contract.formats import Format
 from anycore.contract.weights import Fp8Weight
+from anycore.models.announced import Fp8Settings
 from anycore.models.quantised import FLOATS, Matrix, Part, need_parts, scales
 
 
-@dataclass(frozen=True, slots=True)
 class Fp8:
     """weight F8_E4M3 [out, in] with weight_scale, of one number or one a row, or weight_scale_inv, one a block."""
 
-    block: tuple[int, int] | None = None
-    endings: tuple[str, ...] = ("weight", "weight_scale", "weight_scale_inv")
+    endings = ("weight", "weight_scale", "weight_scale_inv")
 
-    @staticmethod
-    def of(settings: dict[str, Any]) -> Fp8:
-        block = settings.get("weight_block_size")
-        if block is None:
-            return Fp8()
-        if not (isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
-            raise ValueError(f"says weight_block_size {block!r}, not two sizes such as [128, 128]")
-        return Fp8((block[0], block[1]))
-
-    @staticmethod
-    def of_modelopt(settings: dict[str, Any]) -> Fp8:
-        scheme = settings.get("quant_algo")
-        if scheme != "FP8":
-            raise ValueError(f"says quant_algo {scheme!r}: of ModelOpt's, 'FP8' is read")
-        return Fp8()
+    def __init__(self, settings: Fp8Settings) -> None:
+        self.settings = settings
 
     def matrix(self, layer: str, parts: Mapping[str, Part]) -> Matrix | None:
         weight = parts["weight"]
@@ -52,7 +36,7 @@ class Fp8:
             raise ValueError(f"weight is {weight.type}{list(weight.shape)}: matrices of F8_E4M3 are read")
         ending = "weight_scale" if "weight_scale" in parts else "weight_scale_inv"
         need_parts(parts, ending)
-        return described(weight.shape, ending, parts[ending], self.block)
+        return described(weight.shape, ending, parts[ending], self.settings.block)
 
 
 def described(shape: tuple[int, ...], ending: str, scale: Part, block: tuple[int, int] | None) -> Matrix:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anycore.contract.formats import Format
 from anycore.contract.weights import Int4Weight, Int8Weight
+from anycore.models.gguf_names import FORMATS
 
 Array = np.ndarray[Any, Any]
 Numbers = tuple[Array, Array, Array | None]
@@ -28,11 +28,10 @@ LARGEST_ZERO = 2.0**14
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A format of ggml that has whole numbers: what it becomes, and how its blocks are taken apart."""
+    """How the blocks of a type are taken apart, and what 0 is stored as where they have no minima."""
 
-    format: Format
-    middle: int  # what 0 is stored as, where there are no minima
     split: Callable[[Array], Numbers]
+    middle: int = 0
 
 
 def half(blocks: Array, start: int) -> Array:
@@ -98,17 +97,16 @@ def q6_k(b: Array) -> Numbers:
 
 
 BLOCKS = {
-    "Q4_0": Block(Format("int4", 32), 8, q4_0),
-    "Q4_1": Block(Format("int4", 32), 0, q4_1),
-    "Q5_0": Block(Format("int8", 32), 16, q5_0),
-    "Q8_0": Block(Format("int8", 32), 128, q8_0),
-    "Q2_K": Block(Format("int4", 16), 0, q2_k),
-    "Q3_K": Block(Format("int4", 16), 4, q3_k),
-    "Q4_K": Block(Format("int4", 32), 0, q4_k),
-    "Q6_K": Block(Format("int8", 16), 32, q6_k),
+    "Q4_0": Block(q4_0, 8),
+    "Q4_1": Block(q4_1),
+    "Q5_0": Block(q5_0, 16),
+    "Q8_0": Block(q8_0, 128),
+    "Q2_K": Block(q2_k),
+    "Q3_K": Block(q3_k, 4),
+    "Q4_K": Block(q4_k),
+    "Q6_K": Block(q6_k, 32),
 }
 """By the name of ggml's type."""
-
 
 CHUNK = 1 << 22
 """Numbers taken apart at a time, so that what lies between is small."""
@@ -120,8 +118,8 @@ def repack(raw: Array, kind: str, columns: int) -> Int4Weight | Int8Weight:
     Raises:
         ValueError: a scale or a minimum is not finite.
     """
-    block = BLOCKS[kind]
-    rows, group = len(raw), block.format.group
+    block, wanted = BLOCKS[kind], FORMATS[kind]
+    rows, group = len(raw), wanted.group
     data = torch.empty(rows, columns, dtype=torch.uint8)
     scale = torch.empty(rows, columns // group)
     zero = torch.full_like(scale, float(block.middle))
@@ -129,7 +127,7 @@ def repack(raw: Array, kind: str, columns: int) -> Int4Weight | Int8Weight:
     for start in range(0, rows, step):
         part = slice(start, start + step)
         fill(block, raw[part].reshape(-1, bytes_of(kind)), data[part], scale[part], zero[part])
-    if block.format.kind == "int4":
+    if wanted.kind == "int4":
         return Int4Weight(data, scale, zero, group, torch.float32)
     signed = data.sub_(block.middle).view(torch.int8)  # modulo 256, which is what int8 means
     return Int8Weight(signed, scale, group, torch.float32)
@@ -137,7 +135,8 @@ def repack(raw: Array, kind: str, columns: int) -> Int4Weight | Int8Weight:
 
 def fill(block: Block, blocks: Array, data: Tensor, scale: Tensor, zero: Tensor) -> None:
     """Take some rows' blocks apart; w = d * q - m becomes (q - m / d) * d, or where d says nothing (0 - 1) * m."""
-    numbers, d, m = block.split(blocks)
+    with np.errstate(invalid="ignore"):  # 0 times infinity, which is found below
+        numbers, d, m = block.split(blocks)
     data.copy_(torch.from_numpy(numbers).view_as(data))
     scale.copy_(torch.from_numpy(d).view_as(scale))
     if not bool(torch.isfinite(scale).all()) or (m is not None and not np.isfinite(m).all()):

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from anycore.contract.formats import Format
-from anycore.errors import Unsupported, WeightsError
-from anycore.models.checkpoint import Entry
+from anycore.contract.weights import Int4Weight, Int8Weight, QuantisedWeight, spread
+from anycore.errors import WeightsError
+from anycore.models.announced import AwqSettings, CompressedSettings, Fp8Settings, GptqSettings, divided
+from anycore.models.checkpoint import Entry, Ordered
+from anycore.models.methods import announced_by, settings_of
 from anycore.models.shards import Safetensors
 from anycore.models.source import Source
 
@@ -140,46 +143,18 @@ def open_folder(source: Source) -> Safetensors | QuantisedFolder:
     return QuantisedFolder(source, scheme_of(settings, source))
 
 
-def settings_of(source: Source) -> dict[str, Any] | None:
-    """The quantisation settings: of config.json, or of the file beside it that older tools write."""
-    config = source.config()
-    found = config.get("quantization_config") or config.get("compression_config")
-    if found is None and (old := source.read_json("quantize_config.json")) is not None:
-        found = {"quant_method": "gptq", **old} if isinstance(old, dict) else old
-    if found is None and (old := source.read_json("quant_config.json")) is not None:
-        found = {"quant_method": "awq", **old} if isinstance(old, dict) else old
-    if found is None and (old := source.read_json("hf_quant_config.json")) is not None:
-        found = {"quant_method": "modelopt", **old.get("quantization", {})} if isinstance(old, dict) else old
-    if found is not None and not isinstance(found, dict):
-        raise Unsupported(f"{source.folder}: quantization_config is not a JSON object: {found!r}", param="model")
-    return found
-
-
 def scheme_of(settings: dict[str, Any], source: Source) -> Scheme:
     from anycore.models import awq, compressed, fp8, gptq
 
-    known: dict[str, Callable[[dict[str, Any]], Scheme]] = {
-        "awq": awq.Awq.of,
-        "gptq": gptq.Gptq.of,
-        "compressed-tensors": compressed.Compressed.of,
-        "fp8": fp8.Fp8.of,
-        "fbgemm_fp8": fp8.Fp8.of,
-        "modelopt": fp8.Fp8.of_modelopt,
-    }
-    method = str(settings.get("quant_method", "")).replace("_", "-").lower()
-    make = {name.replace("_", "-"): value for name, value in known.items()}.get(method)
-    where = source.folder / "config.json"
-    if make is None:
-        raise Unsupported(
-            f"{where}: quantization_config says quant_method {settings.get('quant_method')!r}, which is not read; "
-            f"known are {', '.join(known)}, and GGUF files. The unquantised model can be made small while it loads: "
-            "--quantization w8a8 or w4a16",
-            param="model",
-        )
-    try:
-        return make(settings)
-    except ValueError as error:
-        raise Unsupported(f"{where}: quantization_config {error}", param="model") from error
+    announced = announced_by(settings, source)
+    if isinstance(announced, AwqSettings):
+        return awq.Awq(announced)
+    if isinstance(announced, GptqSettings):
+        return gptq.Gptq(announced)
+    if isinstance(announced, Fp8Settings):
+        return fp8.Fp8(announced)
+    assert isinstance(announced, CompressedSettings)
+    return compressed.Compressed(announced)
 
 
 def need_parts(parts: Mapping[str, Part], *endings: str) -> None:
@@ -217,3 +192,47 @@ def scales(tensor: Tensor, ending: str) -> Tensor:
     if wide.numel() and float(wide.min()) < 0:
         raise ValueError(f"{ending} holds a negative scale: {float(wide.min()):g}")
     return wide
+
+
+def two_dimensions(parts: Mapping[str, Part], ending: str, meaning: str) -> tuple[int, int]:
+    shape = parts[ending].shape
+    if len(shape) != 2:
+        raise ValueError(f"{ending} has shape {list(shape)}, not {meaning}")
+    return shape[0], shape[1]
+
+
+def four_bits(data: Tensor, scale: Tensor, zero: Tensor, group: int) -> Int4Weight | Tensor:
+    """A matrix of numbers of up to 4 bits in groups that the contract's weights have; dense if it cannot be."""
+    size = divided("int4", group)
+    if size is None:
+        return dense(data, scale, zero, group)
+    scale, zero = (repeated(numbers, group, size, data.shape[1]) for numbers in (scale.float(), zero.float()))
+    return Int4Weight(data.contiguous(), scale, zero, size, torch.float32)
+
+
+def eight_bits(
+    data: Tensor, scale: Tensor, zero: Tensor, group: int, symmetric: bool, whole_row: bool = False
+) -> Int8Weight | Tensor:
+    """The same of numbers 0 to 255, whose zero point is everywhere the same if `symmetric`."""
+    size = group if whole_row else divided("int8", group)
+    if size is None or not symmetric:
+        return dense(data, scale, zero, group)
+    signed = (data.short() - int(zero.reshape(-1)[0])).to(torch.int8)
+    return Int8Weight(signed.contiguous(), repeated(scale.float(), group, size, data.shape[1]), size, torch.float32)
+
+
+def dense(data: Tensor, scale: Tensor, zero: Tensor, group: int) -> Tensor:
+    zero, scale = (spread(numbers.float(), group, data.shape[1]) for numbers in (zero, scale))
+    return (data.float() - zero) * scale
+
+
+def repeated(numbers: Tensor, group: int, size: int, columns: int) -> Tensor:
+    """[out, groups] → the same of groups of `size`, a divisor of `group`."""
+    return numbers.repeat_interleave(group // size, dim=1)[:, : -(-columns // size)].contiguous()
+
+
+def in_order(weight: QuantisedWeight | Tensor, order: Tensor | None) -> Entry:
+    """A matrix whose column j is column order[j] of what is meant."""
+    if order is None:
+        return weight
+    return weight[:, order.argsort()] if isinstance(weight, Tensor) else Ordered(weight, order)
