@@ -278,9 +278,8 @@ def table(
         print(f"\n{case.name} {case.outs}x{case.width}: limit {case.outs * case.width * 2 / READ:.1f} us")
         for rows in rows_of:
             today, theirs, own = now[case.name, rows], *(best.get((case.name, rows, w)) for w in ("cuBLAS", "ours"))
-            fastest = min(one.us for one in (today, theirs, own) if one)
             if today:
-                saved[rows] += case.times * (today.us - fastest)
+                saved[rows] += case.times * (today.us - min(one.us for one in (today, theirs, own) if one))
             print(f"{rows:4} now {today} | cuBLAS {theirs} | ours {own}")
     print("\nmilliseconds saved of a step, by rows:", {rows: round(us / 1e3, 2) for rows, us in saved.items()})
 
