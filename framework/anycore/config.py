@@ -58,6 +58,15 @@ class ModelConfig:
     backend: str = setting("auto", "backend to run on; auto takes the best one that supports the model")
     device: int = setting(0, "index of the backend's device")
     dtype: str = setting("auto", "weight and activation type", choices=("auto", *DTYPES))
+    quantization: str = setting(
+        "auto",
+        "how weights are held: auto, as the checkpoint has them; none, dense; or rounded while they are loaded",
+        choices=("auto", "none", "w8a8", "w4a16", "fp8", "bits=8", "bits=4"),
+    )
+    quantization_group: int = setting(32, "inputs that share a scale under --quantization w4a16: 32, 64 or 128")
+    keep_dense: tuple[str, ...] = setting(
+        (), "matrices that are not quantised, such as lm_head or layers.0.* (small ones and norms never are)"
+    )
     max_model_len: int | None = setting(
         None,
         "longest sequence in tokens, prompt and output (default: the model's, or what memory allows)",

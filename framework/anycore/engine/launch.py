@@ -23,6 +23,7 @@ from anycore.engine.memory import MemoryPlan, Room, Wish, plan
 from anycore.engine.settle import Decision, settle, wish_of
 from anycore.engine.tasks import cannot, is_paged
 from anycore.errors import ConfigError, PluginError, TaskNotSupported, Unsupported
+from anycore.models.quantization import ONLINE, schemes
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
 from anycore.plugins import Plugins
@@ -74,6 +75,7 @@ class Prepared:
             "prefix_caching": self.wish.paged and self.config.enable_prefix_caching,
             "vocab_size": self.spec.vocab_size,
             "dtype": self.wish.dtype,
+            "quantization": self.wish.quantization.scheme if self.wish.quantization else None,
             "backend": self.choice.spec.name,
             "device": self.choice.device.name,
             "level": self.choice.support.level.value,
@@ -116,11 +118,36 @@ def fit(config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec,
     task = task_of(config, whole)
     spec = whole.for_task(task)
     needs = needs_of(config, source, spec, task)
-    choice = prefer_native(choose(plugins, needs, config.backend, config.device, config.allow_cpu_fallback), needs)
+    try:
+        choice = choose(plugins, needs, config.backend, config.device, config.allow_cpu_fallback)
+    except Unsupported as error:
+        raise _with_other_schemes(error, config, plugins, source, whole) from error
+    choice = prefer_native(choice, needs)
     wish = wish_of(config, spec, task, choice)
     prepared = Prepared(config, source, spec, task, whole.tasks, choice, wish, None, (), strict, plugins)
     total = choice.device.memory
     return prepared if total is None else _settled(prepared, plan(spec, wish, Room(choice.spec.name, total)))
+
+
+def _with_other_schemes(
+    error: Unsupported, config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec
+) -> Unsupported:
+    """A refusal, with the other ways of holding weights that would be served."""
+    able = []
+    for scheme in ("none", *ONLINE):
+        other = replace(config, quantization=scheme)
+        spec = whole.for_task(task_of(other, whole))
+        needs = needs_of(other, source, spec, spec.tasks[0])
+        if needs(Device(0, "", "")) == needs_of(config, source, spec, spec.tasks[0])(Device(0, "", "")):
+            continue
+        try:
+            choose(plugins, needs, config.backend, config.device)
+        except (Unsupported, PluginError):
+            continue
+        able.append(f"--quantization {scheme}")
+    if not able:
+        return error
+    return Unsupported(f"{error.message}\nWould do instead: {', '.join(able)}", param="quantization")
 
 
 def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
@@ -161,7 +188,7 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
             log.log(logging.WARNING if decision.guessed or decision.adjusted else logging.INFO, "%s", decision)
 
         tell("load", 0.0)
-        model = load(prepared.source, spec, backend, wish.dtype, progress)
+        model = load(prepared.source, spec, backend, wish.dtype, progress, wish.quantization)
         meter.mark("weights")
         lease.keep(draft.used - wish.runtime - draft.weights)
         kv = backend.memory.allocate_kv(kv_spec, draft.limits.blocks) if kv_spec else None
@@ -270,9 +297,10 @@ def task_of(config: ModelConfig, spec: ModelSpec) -> Task:
 
 
 def needs_of(config: ModelConfig, source: Source, spec: ModelSpec, task: Task) -> NeedFor:
-    """What to ask of a device, best data type first."""
+    """What to ask of a device: the checkpoint's own formats, or those asked for, and the best data type first."""
     dtypes = _dtypes(config, spec, source)
-    return lambda device: [_need(config, spec, task, dtype, device) for dtype in dtypes]
+    wanted = [(scheme, dtype) for scheme in schemes(config.quantization, spec.stored) for dtype in dtypes]
+    return lambda device: [replace(_need(config, spec, task, dtype, device), scheme=scheme) for scheme, dtype in wanted]
 
 
 def prefer_native(choice: Choice, needs: NeedFor) -> Choice:
@@ -281,6 +309,8 @@ def prefer_native(choice: Choice, needs: NeedFor) -> Choice:
     for need in [wanted] if isinstance(wanted, Need) else wanted:
         if choice.support.level is Level.NATIVE:
             break
+        if need.scheme != choice.need.scheme:
+            continue
         try:
             support = find(choice.spec.support, need)
         except Unsupported:

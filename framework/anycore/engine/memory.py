@@ -13,6 +13,7 @@ from anycore.contract.declare import DTYPES
 from anycore.contract.sizes import KVSpec, Limits
 from anycore.engine.tasks import check_length
 from anycore.errors import ConfigError, DoesNotFit
+from anycore.models.quantization import Quantization
 from anycore.models.spec import ModelSpec
 
 MAX_NUM_SEQS = 256
@@ -42,6 +43,7 @@ class Wish:
     utilization: float
     paged: bool  # False: no KV cache, requests are never split
     utilization_asked: bool = False  # by the user; a default gives way to what is free
+    quantization: Quantization | None = None  # None: dense weights
     head_copied: bool = False  # a tied head is packed beside the embedding table
     own_length: int | None = None  # what the model's files limit it to, below its positions
     max_model_len: int | None = None
@@ -139,9 +141,11 @@ def plan(spec: ModelSpec, wish: Wish, room: Room, block_bytes: int | None = None
 
 
 def weight_bytes(spec: ModelSpec, wish: Wish) -> int:
-    """Bytes of the weights; a head that is tied to the embedding table and packed exists twice."""
-    twice = wish.head_copied and spec.tied and spec.head == "lm"
-    return spec.weight_bytes(wish.dtype) + (spec.vocab_size * spec.hidden_size * DTYPES[wish.dtype] if twice else 0)
+    """Bytes of the weights; a head that is tied to a dense embedding table and packed exists twice."""
+    quantised = wish.quantization is not None and "embed_tokens.weight" in wish.quantization.formats
+    twice = wish.head_copied and spec.tied and spec.head == "lm" and not quantised
+    copy = spec.vocab_size * spec.hidden_size * DTYPES[wish.dtype] if twice else 0
+    return spec.weight_bytes(wish.dtype, wish.quantization) + copy
 
 
 def working_bytes(spec: ModelSpec, wish: Wish, limits: Limits) -> Working:

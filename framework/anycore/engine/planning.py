@@ -5,16 +5,20 @@ Every number, setting and advice comes from `launch.fit`, which a start goes thr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from anycore.config import ModelConfig, flag
 from anycore.contract.declare import DTYPES, BackendSpec, Device, Probe
+from anycore.contract.formats import Format
 from anycore.engine.launch import Prepared, fit
-from anycore.engine.memory import MemoryPlan, largest, size, step_shape, weight_bytes, working_bytes
+from anycore.engine.memory import MemoryPlan, Wish, largest, size, step_shape, weight_bytes, working_bytes
 from anycore.errors import AnycoreError, ConfigError, DoesNotFit
 from anycore.models.parameters import counted
+from anycore.models.quantization import pieces
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
 from anycore.plugins import Plugins
@@ -133,12 +137,7 @@ def formulas(made: Prepared) -> dict[str, str]:
         width = f"4 * {spec.hidden_size} + max({attention}, 3 * {spec.intermediate_size})"
     else:
         width = f"3 * {spec.hidden_size} + max({attention}, 2 * {spec.intermediate_size})"
-    exact = sum(parameter.size for parameter in counted(spec) if parameter.exact)
-    weights = f"{spec.parameter_count} * {shape.element}"
-    if shape.element < 4:
-        weights += f" + {exact} * {4 - shape.element}"  # norms stay in float32
-    if weight_bytes(spec, made.wish) > spec.weight_bytes(made.wish.dtype):
-        weights += f" + {spec.vocab_size} * {spec.hidden_size} * {shape.element}"  # the head, packed
+    weights = weight_formula(spec, made.wish)
     token = f"2 * {spec.layers} * {spec.kv_heads} * {spec.head_dim} * {DTYPES[made.wish.dtype]}"
     plain = plan.block_bytes == plan.kv_token_bytes * limits.block_size
     backend = made.choice.spec.name
@@ -153,6 +152,27 @@ def formulas(made: Prepared) -> dict[str, str]:
         "margin": "for what no formula counts",
     }
     return {term: found[term] for term, number in plan.terms.items() if number}
+
+
+def weight_formula(spec: ModelSpec, wish: Wish) -> str:
+    """The bytes of weights: a term for what is dense, for what stays in float32, and for each format."""
+    element = DTYPES[wish.dtype]
+    counts = Counter[Format | None]()
+    held = Counter[Format | None]()
+    exact = 0
+    for piece in (piece for parameter in counted(spec) for piece in pieces(parameter, wish.quantization)):
+        counts[piece.format] += prod(piece.shape)
+        held[piece.format] += piece.bytes(wish.dtype)
+        exact += prod(piece.shape) if piece.parameter.exact else 0
+    terms = [f"{counts.pop(None, 0)} * {element}"]
+    terms += [f"{exact} * {4 - element}"] if element < 4 else []  # norms stay in float32
+    for kind, count in counts.items():
+        assert kind is not None
+        whole = count // 2 if kind.kind == "int4" else count
+        terms.append(f"{whole} + {held[kind] - whole}")  # numbers, and their scales and zero points
+    if weight_bytes(spec, wish) > spec.weight_bytes(wish.dtype, wish.quantization):
+        terms.append(f"{spec.vocab_size} * {spec.hidden_size} * {element}")  # the head, packed
+    return " + ".join(terms)
 
 
 def knobs(made: Prepared) -> dict[str, dict[str, int]]:
@@ -295,6 +315,8 @@ def _changes(asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{flag(name)} {count}", {name: count}
     if config.dtype in ("auto", "float32"):
         yield "--dtype bfloat16", {"dtype": "bfloat16"}
+    if config.quantization in ("auto", "none") and asked.whole.stored is None:
+        yield from ((f"--quantization {scheme}", {"quantization": scheme}) for scheme in ("w8a8", "w4a16"))
 
 
 def _ok(asked: Asked, **changes: Any) -> bool:

@@ -9,6 +9,8 @@ from anycore.config import ModelConfig, default_of
 from anycore.contract.declare import Level, Task
 from anycore.engine.memory import MemoryPlan, Wish
 from anycore.engine.tasks import is_paged
+from anycore.models.parameters import parameters
+from anycore.models.quantization import quantization as quantization_of
 from anycore.models.spec import ModelSpec
 
 POOLED = 2
@@ -43,6 +45,14 @@ def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, choice: Choice) ->
         utilization=config.memory_utilization or backend.memory_utilization,
         paged=is_paged(spec, task),
         utilization_asked=config.memory_utilization is not None,
+        quantization=quantization_of(
+            spec,
+            config.quantization,
+            choice.need.scheme,
+            config.quantization_group,
+            backend.tables,
+            config.keep_dense,
+        ),
         head_copied=choice.need.weights in backend.copied_dtypes,
         own_length=_own_length(spec),
         max_model_len=config.max_model_len,
@@ -74,6 +84,7 @@ def settle(
             adjusted=choice.fell_back,
         ),
         _dtype(config, spec, wish.dtype),
+        _quantization(config, spec, choice, wish),
         Decision(
             "max_model_len",
             limits.max_model_len,
@@ -120,6 +131,22 @@ def _dtype(config: ModelConfig, spec: ModelSpec, dtype: str) -> Decision:
         return Decision("dtype", dtype, "model" if spec.dtype else "backend")
     why = f"the checkpoint is {spec.dtype}, which this device does not compute natively"
     return Decision("dtype", dtype, "backend", why, adjusted=True)
+
+
+def _quantization(config: ModelConfig, spec: ModelSpec, choice: Choice, wish: Wish) -> Decision:
+    """How weights are held, and what becomes of those that are quantised already."""
+    by = "flag" if config.quantization != "auto" else "model"
+    stored = spec.stored.method if spec.stored is not None else None
+    if wish.quantization is None:
+        if stored is None:
+            return Decision("quantization", "none", by)
+        if config.quantization == "auto":
+            why = f"{choice.spec.name} keeps no {stored} weights of this kind: they are made dense"
+            return Decision("quantization", "none", "backend", why, adjusted=True)
+        return Decision("quantization", "none", by, f"the checkpoint's {stored} weights are made dense")
+    count, every = len(wish.quantization.formats), sum(len(p.parts) for p in parameters(spec) if len(p.shape) == 2)
+    again = f"the checkpoint's {stored} weights are rounded again; " if stored and config.quantization != "auto" else ""
+    return Decision("quantization", wish.quantization.scheme, by, f"{again}{count} of {every} matrices")
 
 
 def _limit(config: ModelConfig, name: str, value: int) -> Decision:

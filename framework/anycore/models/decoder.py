@@ -71,10 +71,8 @@ class Decoder:
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=table.dtype))
         self.layers = [Layer(ops, weights, spec, index) for index in range(spec.layers)]
         self.norm = RMSNorm(ops, weights, "norm", spec)
-        self.rotary = Rotary(ops, spec.rope, spec.head_dim, self.table.device)
-        self.rotary_local = (
-            Rotary(ops, spec.rope_local, spec.head_dim, self.table.device) if spec.rope_local else self.rotary
-        )
+        self.rotary = Rotary(ops, spec.rope, spec.head_dim, device)
+        self.rotary_local = Rotary(ops, spec.rope_local, spec.head_dim, device) if spec.rope_local else self.rotary
         self.head: Linear | None = None
         self.scorer: Linear | None = None
         if spec.head == "classifier":

@@ -105,9 +105,14 @@ def quantization(
     """What is done about the weights of `spec`, if a backend was found that has `scheme`.
 
     Raises:
-        ConfigError: a pattern of `keep_dense` names no matrix.
+        ConfigError: a pattern of `keep_dense` names no matrix, or there are no such groups.
     """
     kept = matched(spec, keep_dense)
+    if group not in GROUPS:
+        raise ConfigError(
+            f"--quantization-group must be one of {', '.join(map(str, GROUPS))}, not {group}",
+            param="quantization_group",
+        )
     if scheme is None:
         return None
     if scheme_of(asked) == "auto":

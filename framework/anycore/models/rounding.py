@@ -9,8 +9,9 @@ from torch import Tensor
 from anycore.contract.formats import Format
 from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight, QuantisedWeight
 
-CHUNK = 1 << 20
-"""Elements that are in float32 at a time: what is rounded is never there twice."""
+CHUNK = 1 << 16
+"""Elements that are in float32 at a time, or a part of a large matrix: what is rounded is never there twice."""
+PARTS = 32
 
 INT8, FP8 = 127.0, 448.0
 """The largest numbers that int8 (both ways) and e4m3 hold."""
@@ -28,10 +29,13 @@ def quantise(weight: Tensor, wanted: Format, symmetric: bool = False) -> Quantis
     data = torch.empty(rows, columns, dtype=kind, device=weight.device)
     scale = torch.empty(rows, groups, dtype=torch.float32, device=weight.device)
     zero = torch.empty_like(scale) if wanted.kind == "int4" else None
-    step = max(1, CHUNK // columns)
+    step = max(1, CHUNK // columns, rows // PARTS)
     for first in range(0, rows, step):
         part = slice(first, first + step)
-        wide = F.pad(weight[part].float(), (0, groups * group - columns)).view(-1, groups, group)
+        wide = weight[part].float()
+        if groups * group > columns:
+            wide = F.pad(wide, (0, groups * group - columns))
+        wide = wide.view(-1, groups, group)
         if zero is not None:
             whole, scale[part], zero[part] = four_bits(wide, symmetric)
         else:

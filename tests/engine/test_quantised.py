@@ -1,0 +1,166 @@
+"""Weights that are rounded while they are loaded: what is computed, what it takes, and who decided it."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from allocations import allocations
+from engines import run
+from packing import KeepingOps, SmallOps, keeping
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from anycore import plugins
+from anycore.config import ModelConfig
+from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight
+from anycore.engine.launch import Prepared, build, prepare
+from anycore.errors import ConfigError, Unsupported
+from anycore.models import gathering
+from anycore.models.loader import load
+from anycore.models.parameters import canonical
+from anycore.models.rounding import quantise
+from anycore.plugins import Plugins
+
+SCHEMES = {"w8a8": Int8Weight, "w4a16": Int4Weight, "fp8": Fp8Weight}
+PROMPTS = [[7, 20, 31, 44, 5, 90], [11] * 17, [3]]
+
+
+def ready(folder: Path, loaded: Plugins, **settings: Any) -> Prepared:
+    settings = {"dtype": "float32", "kv_cache_memory": 2**22, **settings}
+    return prepare(ModelConfig(model=str(folder), backend="cpu", **settings), loaded)
+
+
+def rounded(folder: Path, prepared: Prepared, target: Path) -> Path:
+    """The model with each of its quantised matrices replaced by what it stands for."""
+    shutil.copytree(folder, target)
+    assert prepared.wish.quantization is not None
+    formats = prepared.wish.quantization.formats
+    tensors = load_file(folder / "model.safetensors")
+    found = {canonical(name): name for name in tensors}
+    for plain, kind in formats.items():
+        if plain == "lm_head.weight" and prepared.spec.tied:
+            continue
+        tensors[found[plain]] = quantise(tensors[found[plain]], kind).dense()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gemma3", True)])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_generates_as_transformers_with_the_rounded_weights(
+    scheme: str, family: str, tied: bool, tmp_path: Path
+) -> None:
+    folder = tiny.tiny_lm(tmp_path / "m", family=family, tied=tied, layers=2)
+    prepared = ready(folder, keeping(), quantization=scheme)
+    engine = build(prepared)
+    packed = engine.runner.backend.ops.packed
+    assert {type(weight) for weight in packed} == {SCHEMES[scheme]}
+    assert len(packed) == 2 * 4 + (1 if tied else 2)  # a tied table and head are one handle
+    model: Any = AutoModelForCausalLM.from_pretrained(rounded(folder, prepared, tmp_path / "dense"))
+    for tokens, output in zip(PROMPTS, run(engine, PROMPTS), strict=True):
+        ids = list(tokens)
+        for _ in output.tokens:
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        assert output.tokens == ids[len(tokens) :]
+
+
+def test_yes_and_no_are_rows_of_a_quantised_head(tmp_path: Path) -> None:
+    folder = tiny.tiny_reranker(tmp_path / "m", tied=True)
+    prepared = ready(folder, keeping(), quantization="w8a8")
+    exact = run(build(ready(rounded(folder, prepared, tmp_path / "dense"), plugins.load())), PROMPTS)
+    found = run(build(prepared), PROMPTS)
+    assert [one.scores for one in found] == [pytest.approx(one.scores, rel=1e-4) for one in exact]
+
+
+@pytest.mark.parametrize("tables", [True, False])
+def test_tables_are_quantised_where_the_backend_looks_them_up(tables: bool, t_lm: Path) -> None:
+    prepared = ready(t_lm, keeping(tables=tables), quantization="w4a16")
+    assert prepared.wish.quantization is not None
+    formats = prepared.wish.quantization.formats
+    assert ("embed_tokens.weight" in formats) is tables
+    assert ("lm_head.weight" in formats) is (tables or not prepared.spec.tied)
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({"quantization": "w8a8"}, 0.28),
+        ({"quantization": "w4a16"}, 0.18),
+        ({"quantization": "bits=4", "quantization_group": 128}, 0.16),
+        ({"quantization": "fp8", "keep_dense": ("embed_tokens", "layers.0.*")}, 0.6),
+    ],
+)
+def test_plan_is_what_is_held(settings: dict[str, Any], share: float, tmp_path: Path) -> None:
+    folder = tiny.tiny_lm(tmp_path, tied=True, hidden=256)
+    prepared = ready(folder, keeping(SmallOps), **settings)
+    card = build(prepared).card
+    assert card["memory_measured"]["weights"] == pytest.approx(card["memory"]["weights"], rel=0.001, abs=4096)
+    assert card["memory"]["weights"] < share * prepared.spec.weight_bytes("float32")
+    assert card["quantization"] == {"bits=4": "w4a16"}.get(settings["quantization"], settings["quantization"])
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Runs what is submitted at once, on the caller's thread: the profiler sees what is freed there only."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fn(*args, **kwargs))
+        return done
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_loading_takes_no_more_than_the_result_and_a_shard(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "ThreadPoolExecutor", AtOnce)
+    folder = tiny.tiny_lm(tmp_path / "m", tied=True, hidden=256, layers=24)
+    sharded = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(sharded, max_shard_size="16MB")
+    shard = max(path.stat().st_size for path in sharded.glob("*.safetensors"))
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    prepared = ready(sharded, keeping(SmallOps), quantization=scheme)
+    assert prepared.plan is not None
+    backend = prepared.choice.spec.open(0)
+    with torch.inference_mode(), allocations() as found:
+        model = load(prepared.source, prepared.spec, backend, "float32", quantization=prepared.wish.quantization)
+    assert model is not None
+    assert found.left == pytest.approx(prepared.plan.weights, rel=0.02)
+    assert found.peak - shard <= prepared.plan.weights + shard // 4  # a file is mapped, and counted, while it is read
+
+
+def decided(prepared: Prepared) -> str:
+    return next(str(decision) for decision in prepared.decisions if decision.name == "quantization")
+
+
+def test_who_decided(t_lm: Path) -> None:
+    assert decided(ready(t_lm, keeping())) == "quantization = none (model)"
+    assert decided(ready(t_lm, keeping(), quantization="none")) == "quantization = none (flag)"
+    assert decided(ready(t_lm, keeping(), quantization="bits=8")).startswith("quantization = w8a8 (flag: ")
+
+
+def test_patterns_name_something(t_lm: Path) -> None:
+    assert ready(t_lm, keeping(), quantization="w8a8", keep_dense=("layers.*.mlp.gate_proj",)) is not None
+    with pytest.raises(ConfigError, match=r"--keep-dense layers\.77"):
+        ready(t_lm, keeping(), quantization="w8a8", keep_dense=("layers.77.*",))
+    with pytest.raises(ConfigError, match="--quantization-group must be one of 32, 64, 128, not 17"):
+        ready(t_lm, keeping(), quantization="w4a16", quantization_group=17)
+
+
+def test_a_backend_without_the_scheme_refuses_before_loading(t_lm: Path) -> None:
+    with pytest.raises(Unsupported, match=r"w4a16 are not among w8a8[\s\S]*--quantization (none|w8a8)"):
+        ready(t_lm, keeping(schemes=("w8a8",)), quantization="w4a16")
+
+
+def test_a_head_that_equals_the_quantised_table_is_dropped(tmp_path: Path) -> None:
+    folder = tiny.tiny_lm(tmp_path, tied=True, layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    ops = build(ready(folder, keeping(KeepingOps), quantization="w8a8")).runner.backend.ops
+    assert sum(weight.shape[0] == tensors["lm_head.weight"].shape[0] for weight in ops.packed) == 1
