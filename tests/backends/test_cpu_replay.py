@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Engines made inside use this level."""
     kernels_of(request.param)
     monkeypatch.setenv("ANYCORE_CPU_KERNELS", request.param)
-    yield request.param
+    return str(request.param)
 
 
 def pair(folder: Path, **settings: Any) -> tuple[Engine, Engine]:
@@ -57,6 +56,11 @@ def watch(made: Engine) -> list[torch.Tensor]:
     return rows
 
 
+def ways(seed: int) -> list[dict[str, Any]]:
+    """Of sampling."""
+    return [{}, {"temperature": 0.8, "seed": seed}, {"temperature": 1.0, "seed": seed, "top_k": 5, "logprobs": 2}]
+
+
 def traffic(made: Engine, seed: int) -> dict[Any, Any]:
     """Requests that join in the middle, more than fit into the cache together, with prompts longer than a step."""
     chance, outputs = random.Random(seed), {}
@@ -65,9 +69,7 @@ def traffic(made: Engine, seed: int) -> dict[Any, Any]:
             str(i),
             [chance.randrange(1, 400) for _ in range(chance.choice((1, 15, 16, 40, 90)))],
             max_tokens=chance.randrange(1, 60),
-            **chance.choice(
-                ({}, {"temperature": 0.8, "seed": i}, {"temperature": 1.0, "seed": i, "top_k": 5, "logprobs": 2})
-            ),
+            **chance.choice(ways(i)),
         )
         for i in range(24)
     ]
