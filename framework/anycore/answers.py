@@ -26,7 +26,7 @@ class Question:
     backend: str | None = None  # None: every backend
     chip: str | None = None  # None: that of the device here, or any where there is none
     dtype: str = "auto"
-    quantization: str | None = None
+    quantization: str = "auto"
     features: tuple[str, ...] = ()  # beyond what the model itself needs
     max_model_len: int | None = None
     prefix_caching: bool = True
@@ -38,6 +38,7 @@ class Question:
             model=self.model,
             task=self.task,
             dtype=self.dtype,
+            quantization=self.quantization,
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.prefix_caching,
             revision=self.revision,
@@ -63,6 +64,7 @@ class Answer:
     absent: str = ""  # why there is no device here
     task: str = ""
     dtype: str = ""
+    scheme: str = ""  # how weights are held; "": dense
     level: str = ""
     evidence: str = ""
     row: Support | None = None  # the row in force
@@ -115,13 +117,15 @@ def answer(question: Question, plugins: Plugins, model: Model) -> Answer:
     try:
         choice = choose(replace(plugins, backends=(assumed,), failures=()), lambda _: needs, spec.name)
     except (Unsupported, PluginError):
-        return replace(here, dtype=needs[0].weights, reasons=tuple(refusals(spec.support, needs[0])))
+        here = replace(here, dtype=needs[0].weights, scheme=needs[0].scheme or "")
+        return replace(here, reasons=tuple(refusals(spec.support, needs[0])))
     choice = prefer_native(choice, lambda _: needs)
     row = choice.support
     return replace(
         here,
         supported=True,
         dtype=choice.need.weights,
+        scheme=choice.need.scheme or "",
         level=row.level.value,
         evidence=evidence.of_row(spec, row, chip),
         row=row,
@@ -134,10 +138,7 @@ def needs_on(question: Question, model: Model, task: Task, chip: str | None) -> 
     wanted = needs_of(question.config(), model.source, model.spec.for_task(task), task)(Device(0, "", chip or ""))
     needs = [wanted] if isinstance(wanted, Need) else list(wanted)
     features = {need: tuple(dict.fromkeys((*need.features, *question.features))) for need in needs}
-    needs = [replace(need, chip=chip, features=features[need]) for need in needs]
-    if question.quantization is not None:
-        needs = [replace(needs[0], weights=question.quantization)]
-    return needs
+    return [replace(need, chip=chip, features=features[need]) for need in needs]
 
 
 def seen_as(spec: BackendSpec, probe: Probe) -> BackendSpec:
@@ -159,8 +160,9 @@ def sentence(found: Answer) -> str:
     if not found.supported:
         return f"{found.backend}: no{where}"
     assert found.row is not None
+    held = f"{found.scheme} in {found.dtype}" if found.scheme else found.dtype
     chips = f", chips {', '.join(found.row.chips)}" if found.row.chips and not found.device else ""
     return (
-        f"{found.backend}: yes{where}: {found.task} in {found.dtype}, {found.level} "
+        f"{found.backend}: yes{where}: {found.task} in {held}, {found.level} "
         f"(row {describe(found.row)}{chips}), {found.evidence}"
     )

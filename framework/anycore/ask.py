@@ -17,6 +17,7 @@ from anycore.answers import Alternative, Answer, Model, Question, answer, needs_
 from anycore.contract.declare import DTYPES, FEATURES, BackendSpec, Task, mismatches
 from anycore.engine.launch import task_of
 from anycore.errors import ConfigError, Unsupported
+from anycore.models.quantization import ONLINE, schemes
 from anycore.models.spec import ModelSpec
 from anycore.plugins import Plugins
 
@@ -132,10 +133,13 @@ def _without(feature: str, question: Question) -> Question:
 def _changes(question: Question, plugins: Plugins, model: ModelSpec, elsewhere: bool) -> Iterator[_Change]:
     """Every single change, each with how much it matters to whoever asked."""
     spec = plugins.backend(question.backend or "auto")
-    if question.quantization is not None:
-        yield _set(1, "no --quantization", quantization=None)
-    else:
-        yield from (_set(1, f"--dtype {dtype}", dtype=dtype) for dtype in DTYPES if dtype != question.dtype)
+    yield from (_set(1, f"--dtype {dtype}", dtype=dtype) for dtype in DTYPES if dtype != question.dtype)
+    asked = schemes(question.quantization, model.stored)[0]
+    if asked is not None:
+        for scheme in ("none", *ONLINE):
+            if scheme != asked:  # dense is nearer to a checkpoint's own than other rounding is, but larger
+                weight = 1 if (scheme == "none") == (question.quantization == "auto") else 2
+                yield _set(weight, f"--quantization {scheme}", quantization=scheme)
     if question.max_model_len is not None and question.max_model_len > model.max_positions:
         yield _set(1, f"--max-model-len {model.max_positions}", max_model_len=model.max_positions)
     for name in question.features:

@@ -170,7 +170,8 @@ def test_every_row_that_refuses_says_why(llama: str) -> None:
     ("fields", "question", "first"),
     [
         ({}, {"dtype": "bfloat16"}, ("--dtype float32",)),
-        ({}, {"quantization": "int8", "dtype": "float32"}, ("no --quantization",)),
+        ({}, {"quantization": "w8a8", "dtype": "float32"}, ("--quantization none",)),
+        ({"schemes": ("w8a8",)}, {"quantization": "bits=4"}, ("--quantization w8a8",)),
         ({}, {"features": ("logprobs",)}, ("without logprobs",)),
         ({"features": ("chunked_prefill",)}, {}, ("--no-enable-prefix-caching",)),
         ({"tasks": (Task.EMBED,)}, {"task": "generate"}, ("--task embed",)),
@@ -298,7 +299,7 @@ def test_a_question_with_everything_wrong_is_answered_soon(llama: str) -> None:
     probes = []
     counted = [replace(spec, probe=lambda s=spec: probes.append(s.name) or s.probe()) for spec in loaded.backends]
     features = tuple(FEATURES) * 50
-    question = Question(llama, task="embed", quantization="int8", features=features, max_model_len=10**9, chip="none")
+    question = Question(llama, task="embed", quantization="fp8", features=features, max_model_len=10**9, chip="none")
     before = time.process_time()
     report = ask(question, replace(loaded, backends=tuple(counted)))
     assert time.process_time() - before < 2

@@ -19,7 +19,7 @@ from anycore.cli.settings import given
 from anycore.config import ModelConfig
 from anycore.contract.declare import FEATURES
 
-FLAGS = ("task", "backend", "dtype", "max_model_len", "revision")
+FLAGS = ("task", "backend", "dtype", "quantization", "max_model_len", "revision")
 """Settings of a model that matter to the answer."""
 
 
@@ -28,7 +28,6 @@ def add_arguments(parser: Parser) -> None:
         "model", metavar="MODEL", help="a folder, GGUF file, hub id, modelscope:ID or pkg:NAME, as for serve"
     )
     parser.add_argument("--chip", metavar="NAME", help="this kind of device, whether it is here or not, such as 910B")
-    parser.add_argument("--quantization", metavar="FORMAT", help="format that weights are held in, such as int8")
     parser.add_argument("--features", metavar="A,B", default="", help=f"what else it must do: {', '.join(FEATURES)}")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="how to print it (default: text)")
     others = [item.name for item in fields(ModelConfig) if item.name not in FLAGS]
@@ -39,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     loaded = plugins.load()
     chosen = {name: value for name, value in given(options, ModelConfig).items() if value != "auto"}
     features = tuple(name.strip() for name in options.features.split(",") if name.strip())
-    question = Question(**chosen, chip=options.chip, quantization=options.quantization, features=features)
+    question = Question(**chosen, chip=options.chip, features=features)
     report = check(question, loaded, read(question, loaded))
     if options.format == "json":
         failures = [str(failure) for failure in loaded.failures]

@@ -39,7 +39,7 @@ async def capabilities(
     backend: str | None = None,
     chip: str | None = None,
     dtype: str = "auto",
-    quantization: str | None = None,
+    quantization: str = "auto",
     features: str = "",
     max_model_len: int | None = None,
 ) -> dict[str, Any]:
