@@ -94,6 +94,7 @@ class RandomCheckpoint:
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: (rows, *p.shape[1:]) for p in parameters(spec) if not p.optional for name, rows in p.parts
         }
+        self.formats: Mapping[str, Any] = {}
         self.numbers = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
 
     def tensors(self) -> Iterator[tuple[str, Any]]:
