@@ -30,8 +30,11 @@ def grouped(kind: str, group: int) -> Format | None:
 class Announced(Protocol):
     """The settings of one method."""
 
-    def format(self, layer: str, columns: int) -> Format | None:
-        """The format of a layer's matrix, by the layer's name as the checkpoint has it; None: dense."""
+    def format(self, layer: str, columns: int, table: bool = False) -> Format | None:
+        """The format of a layer's matrix, by the layer's name as the checkpoint has it; None: dense.
+
+        `table`: what is looked up in by token id, which one method only quantises.
+        """
         ...
 
 
@@ -66,8 +69,10 @@ class AwqSettings:
         group = int(settings.get("group_size", settings.get("q_group_size", 128)))
         return AwqSettings(group, ("lm_head", *(settings.get("modules_to_not_convert") or ())))
 
-    def format(self, layer: str, columns: int) -> Format | None:
-        return None if skipped(layer, self.dense) else grouped("int4", columns if self.group == -1 else self.group)
+    def format(self, layer: str, columns: int, table: bool = False) -> Format | None:
+        if table or skipped(layer, self.dense):
+            return None
+        return grouped("int4", columns if self.group == -1 else self.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +101,8 @@ class GptqSettings:
         symmetric, shift = bool(settings.get("sym", True)), int(layout == "gptq")
         return GptqSettings(bits, int(settings.get("group_size", -1)), symmetric, shift, bool(settings.get("lm_head")))
 
-    def format(self, layer: str, columns: int) -> Format | None:
-        if (layer == "lm_head" and not self.head) or (self.bits == 8 and not self.symmetric):
+    def format(self, layer: str, columns: int, table: bool = False) -> Format | None:
+        if table or (layer == "lm_head" and not self.head) or (self.bits == 8 and not self.symmetric):
             return None
         return grouped("int8" if self.bits == 8 else "int4", columns if self.group == -1 else self.group)
 
@@ -125,8 +130,8 @@ class Fp8Settings:
             raise ValueError(f"says weight_block_size {block!r}, not two sizes such as [128, 128]")
         return Fp8Settings((block[0], block[1]), ("lm_head", *dense))
 
-    def format(self, layer: str, columns: int) -> Format | None:
-        return None if self.block is not None or skipped(layer, self.dense) else Format("fp8")
+    def format(self, layer: str, columns: int, table: bool = False) -> Format | None:
+        return None if table or self.block is not None or skipped(layer, self.dense) else Format("fp8")
 
 
 LAYOUTS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
@@ -222,14 +227,14 @@ class CompressedSettings:
         read = tuple(Group.of(name, group) for name, group in groups.items())
         return CompressedSettings(read, tuple(str(name) for name in settings.get("ignore") or ()))
 
-    def group(self, layer: str) -> Group | None:
+    def group(self, layer: str, table: bool = False) -> Group | None:
         """The group that names a layer itself, else the one that names its class."""
         named = next((group for group in self.groups if group.names(layer)), None)
-        classes = (group for group in self.groups if "Linear" in group.targets)
+        classes = (group for group in self.groups if ("Embedding" if table else "Linear") in group.targets)
         return named or next(classes, None)
 
-    def format(self, layer: str, columns: int) -> Format | None:
-        group = None if skipped(layer, self.dense) else self.group(layer)
+    def format(self, layer: str, columns: int, table: bool = False) -> Format | None:
+        group = None if skipped(layer, self.dense) else self.group(layer, table)
         return None if group is None else group.format(columns)
 
 

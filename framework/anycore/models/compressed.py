@@ -38,7 +38,7 @@ class Compressed:
         self.settings = settings
 
     def matrix(self, layer: str, parts: Mapping[str, Part]) -> Matrix:
-        group = self.settings.group(layer)
+        group = self.settings.group(layer) or self.settings.group(layer, table=True)
         if group is None:
             raise ValueError("weight_scale is there, but config.json has no config_groups that say what it is for")
         if group.floats:

@@ -39,16 +39,16 @@ def stored(source: Source, config: dict[str, Any], spec: ModelSpec) -> Stored | 
 
 
 def announced_formats(announced: Announced, spec: ModelSpec) -> list[tuple[str, Format]]:
-    """Every matrix of the model that config.json says is quantised. Tables of tokens and positions never are."""
+    """Every matrix of the model that config.json says is quantised."""
     prefix = "model." if spec.family == "decoder" else ""
     formats = []
     for parameter in parameters(spec):
-        if not (parameter.packed or (parameter.head and not spec.tied)) or not parameter.name.endswith(".weight"):
+        if not (parameter.packed or parameter.table or (parameter.head and not spec.tied)):
             continue
         for name, _ in parameter.parts:
             layer = name.removesuffix(".weight")
-            full = layer if parameter.head or not name.startswith("layers.") else prefix + layer
-            format = announced.format(full, parameter.shape[1])
+            full = layer if parameter.head else prefix + layer
+            format = announced.format(full, parameter.shape[1], parameter.table)
             if format is not None:
                 formats.append((name, format))
     return formats

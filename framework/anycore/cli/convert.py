@@ -1,0 +1,95 @@
+"""Writes a model anew as a folder of safetensors: quantised, if you ask for it, or from files that serve does not read.
+
+Quantised folders are in the form of compressed-tensors, which transformers and vLLM read, too. The new folder appears
+when it is complete; one that is there already is left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from anycore.cli.flags import Parser
+from anycore.cli.progress import show_progress
+from anycore.contract.declare import DTYPES
+from anycore.errors import ConfigError
+from anycore.models.quantization import GROUPS, ONLINE, SPELLINGS, scheme_of
+from anycore.models.source import Source
+
+GGUF_COMPANIONS = ("generation_config.json", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json")
+CALIBRATION_TOKENS = 8192
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="as for serve; also a folder or file of .bin, .ckpt or .pth")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write, which must not be there yet")
+    choices = (*ONLINE, *SPELLINGS)
+    parser.add_argument("--quantization", choices=choices, help="how matrices are rounded (default: they are not)")
+    parser.add_argument(
+        "--group", type=int, default=32, choices=GROUPS, help="inputs that share a scale under w4a16 (default: 32)"
+    )
+    text = "a text to find out by which inputs matter, for w4a16: slower to write, closer to the model"
+    parser.add_argument("--calibration", metavar="TEXT_FILE", type=Path, help=text)
+    text = "matrices to leave as they are, such as layers.0.* (small ones and norms always are)"
+    parser.add_argument("--keep-dense", metavar="PATTERN,...", default="", help=text)
+    text = "quantise the embedding table and the head, too, which not every other engine reads"
+    parser.add_argument("--tables", action="store_true", help=text)
+    parser.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="of what stays dense (default: auto)"
+    )
+    text = "for weights named as Meta and Mistral name theirs, with a params.json"
+    parser.add_argument("--model-type", choices=("llama", "mistral"), help=text)
+
+
+def run(options: argparse.Namespace) -> int:
+    from anycore.models.convert import Conversion, convert
+
+    asked = Conversion(
+        quantization=scheme_of(options.quantization) if options.quantization else None,
+        group=options.group,
+        calibration=None if options.calibration is None else read_text(options.calibration),
+        keep_dense=tuple(word for word in options.keep_dense.split(",") if word),
+        tables=options.tables,
+        dtype=options.dtype,
+        model_type=options.model_type,
+    )
+    with show_progress() as progress:
+        folder = convert(
+            options.model, options.out, asked, words, write_extras, lambda p, f: progress(f"{options.model}: {p}", f)
+        )
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    print(f"{folder}: {size / 2**20:.1f} MiB of weights")
+    return 0
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--calibration {path} cannot be read as text: {error}", param="calibration") from error
+
+
+def words(source: Source, text: str) -> Sequence[int]:
+    """The first tokens of a text."""
+    from anycore.text.tokenizer import Tokenizer
+
+    return Tokenizer.from_source(source).encode(text)[:CALIBRATION_TOKENS]
+
+
+def write_extras(source: Source, folder: Path) -> None:
+    """What a GGUF file's header holds beside weights, as the files of a folder."""
+    from anycore.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_source(source)
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+    if "default" in tokenizer.chat_templates:
+        settings["chat_template"] = tokenizer.chat_templates["default"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
+    for name in GGUF_COMPANIONS:
+        content = source.read_json(name)
+        if content is not None:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
