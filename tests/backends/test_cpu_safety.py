@@ -1,0 +1,92 @@
+"""The CPU kernels under sanitizers and valgrind, on shapes by chance: no byte beside their memory, no race, no wrong
+result. The programs are ci/cpu's; they hold every number to its definition.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from anycore_cpu.kernels import build
+from anycore_cpu.probe import processor_flags
+
+CHECKS = Path(__file__).parents[2] / "ci" / "cpu"
+FUZZ_SECONDS = os.environ.get("ANYCORE_FUZZ_SECONDS", "10")
+
+
+def programs(folder: Path, level: str, *flags: str) -> Path:
+    """Compile `selftest` and `fuzz_attention` with a level's kernels in them; skips where this cannot be done."""
+    chosen = next(one for one in build.LEVELS if one.name == level)
+    using = build.compiler()
+    if using is None or using.zig:
+        pytest.skip("needs the system's C++ compiler")
+    command = (*using.program, "-std=c++17", "-pthread", "-g", *chosen.arguments(zig=False), *flags)
+    empty = folder / "empty.cpp"
+    empty.write_text("int main() {}\n")
+    try:
+        build.run(*command, str(empty), "-o", str(folder / "empty"))
+        build.run(str(folder / "empty"))
+    except build.NoKernels as error:
+        pytest.skip(f"no programs with {' '.join(flags)} here: {error}")
+
+    def compiled(source: Path) -> str:
+        made = str(folder / f"{source.stem}.o")
+        build.run(*command, f"-I{build.HERE}", f"-I{CHECKS}", "-c", str(source), "-o", made)
+        return made
+
+    with ThreadPoolExecutor(2) as files:
+        *kernels, selftest, fuzz = files.map(
+            compiled, (*build.sources(), *sorted(CHECKS.glob("*.cpp"), key=is_program))
+        )
+    build.run(*command, *kernels, selftest, "-o", str(folder / "selftest"))
+    build.run(*command, *kernels, fuzz, "-o", str(folder / "fuzz_attention"))
+    return folder
+
+
+def is_program(source: Path) -> int:
+    """Sorts what programs share before them, and the fuzzer last."""
+    return ("attention_case", "selftest", "fuzz_attention").index(source.stem)
+
+
+def right(*command: str | Path) -> None:
+    """Run a program that ends with 0 only if nothing is wrong."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    assert "numbers are right" in done.stdout
+
+
+def best_level() -> str:
+    try:
+        return build.choose(processor_flags(), {}).name
+    except build.NoKernels:
+        return "generic"
+
+
+@pytest.mark.slow
+def test_no_byte_beside_their_memory_and_nothing_undefined(tmp_path: Path) -> None:
+    flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+    made = programs(tmp_path, best_level(), *flags)
+    right(made / "selftest", "1", "40", "2")
+    right(made / "fuzz_attention", FUZZ_SECONDS, "1")
+
+
+@pytest.mark.slow
+def test_threads_do_not_race(tmp_path: Path) -> None:
+    made = programs(tmp_path, "generic", "-O1", "-fsanitize=thread")
+    right(made / "selftest", "2", "15", "4")
+
+
+@pytest.mark.slow
+def test_valgrind_sees_nothing_uninitialised_and_no_leak(tmp_path: Path) -> None:
+    valgrind = shutil.which("valgrind")
+    if valgrind is None:
+        pytest.skip("valgrind is not installed")
+    level = "avx2" if best_level() not in ("generic", "neon", "neon-bf16") else "generic"  # it knows no AVX-512
+    made = programs(tmp_path, level, "-O1")
+    options = ("-q", "--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=definite")
+    right(valgrind, *options, made / "selftest", "3", "4", "2")
