@@ -33,22 +33,23 @@ SIZES: dict[str, Any] = {"intermediate_size": 96, "num_hidden_layers": 2, "vocab
 """Weights wide enough for greedy decoding to have clear winners."""
 
 
-def save_decoder(folder: Path, head_dim: int) -> None:
-    """Write a random Llama with grouped heads."""
+def save_decoder(folder: Path, head_dim: int, **changes: Any) -> None:
+    """Write a random Llama with grouped heads; `changes` are to its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    config = LlamaConfig(**SIZES, **shape, head_dim=head_dim, max_position_embeddings=128)
+    settings = {**SIZES, **shape, "head_dim": head_dim, "max_position_embeddings": 128, **changes}
+    config = LlamaConfig(**settings)
     model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder)
 
 
-def save_encoder(folder: Path, head_dim: int, task: Task) -> None:
+def save_encoder(folder: Path, head_dim: int, task: Task, heads: int = 2) -> None:
     """Write a random BERT, with one label for reranking."""
     from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-    shape: dict[str, Any] = {"hidden_size": 2 * head_dim, "num_attention_heads": 2, "num_labels": 1}
+    shape: dict[str, Any] = {"hidden_size": heads * head_dim, "num_attention_heads": heads, "num_labels": 1}
     torch.manual_seed(0)
     config = BertConfig(**SIZES, **shape, max_position_embeddings=64)
     kind: Any = BertForSequenceClassification if task is Task.RERANK else BertModel

@@ -20,12 +20,13 @@ from typing import Any
 import pytest
 import torch
 
-from anycore.contract import checks, endtoend, endtoend_faults
+from anycore.contract import checks, endtoend, endtoend_faults, endtoend_weights
 from anycore.contract.backend import Backend, KVSpec
 from anycore.contract.check_graphs import check_optimized
 from anycore.contract.check_weights import check_quantised
 from anycore.contract.checks import AttentionCase
 from anycore.contract.declare import CONTRACT_VERSION, DTYPES, FEATURES, BackendSpec, Level, Support, Task
+from anycore.contract.formats import SCHEMES
 from anycore.contract.ops import Ops
 from anycore.errors import AnycoreError
 from anycore.plugins import load
@@ -105,6 +106,7 @@ class BackendConformance:
             assert row.attention == "causal" or Task.GENERATE not in row.tasks, f"{row} generates without causality"
             assert set(row.weights) <= set(DTYPES), row
             assert set(row.features) <= set(FEATURES), row
+            assert set(row.schemes) <= set(SCHEMES), row
             assert all(size > 0 for size in (*row.block_sizes, *row.head_dims)), row
             assert row.level is not Level.UNSUPPORTED or row.note, f"{row} is unsupported and does not say why"
 
@@ -250,6 +252,27 @@ class BackendConformance:
         endtoend.save_encoder(tmp_path, self.head_dim("bidirectional"), Task.RERANK)
         endtoend.check_rerank(self.backend, dtype, tmp_path)
 
+    # --- whole tasks with quantised weights: what the rows' schemes claim ---------------------------------------------
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_generates_with(self, device: Backend, held: tuple[str, str], tied: bool, tmp_path: Path) -> None:
+        scheme, dtype = held
+        self.need(Task.GENERATE, "causal", dtype, scheme)
+        head_dim = self.head_dim("causal")
+        endtoend_weights.check_generate(self.backend, dtype, scheme, tmp_path / "model", head_dim, tied)
+
+    def test_embeds_with(self, device: Backend, held: tuple[str, str], tmp_path: Path) -> None:
+        scheme, dtype = held
+        self.need(Task.EMBED, "bidirectional", dtype, scheme)
+        head_dim = self.head_dim("bidirectional")
+        endtoend_weights.check_embed(self.backend, dtype, scheme, tmp_path / "model", head_dim)
+
+    def test_reranks_with(self, device: Backend, held: tuple[str, str], tmp_path: Path) -> None:
+        scheme, dtype = held
+        self.need(Task.RERANK, "bidirectional", dtype, scheme)
+        head_dim = self.head_dim("bidirectional")
+        endtoend_weights.check_rerank(self.backend, dtype, scheme, tmp_path / "model", head_dim)
+
     # --- an engine under stress ----------------------------------------------------------------------------------
 
     @pytest.fixture
@@ -278,11 +301,11 @@ class BackendConformance:
     def test_a_thousand_requests_leave_nothing(self, decoder: Path, dtype: str) -> None:
         endtoend_faults.check_leaks(self.backend, dtype, decoder)
 
-    def need(self, task: Task, attention: str, dtype: str) -> None:
+    def need(self, task: Task, attention: str, dtype: str, scheme: str | None = None) -> None:
         """Skip where the table does not claim it."""
         rows = [row for row in self.claims() if task in row.tasks and row.attention == attention]
-        if not any(dtype in row.weights for row in rows):
-            pytest.skip(f"{task.value} with {attention} attention in {dtype} is not claimed")
+        if not any(dtype in row.weights and (scheme is None or scheme in row.schemes) for row in rows):
+            pytest.skip(f"{task.value} with {attention} attention in {scheme or ''} {dtype} is not claimed")
 
     def head_dim(self, attention: str) -> int:
         return next((row.head_dims[0] for row in self.claims() if row.attention == attention and row.head_dims), 64)
@@ -291,6 +314,12 @@ class BackendConformance:
 def dtypes(rows: list[Support]) -> Iterator[str]:
     """Every dtype that some row claims, once."""
     yield from dict.fromkeys(name for row in rows for name in row.weights)
+
+
+def held_cases(rows: list[Support]) -> Iterator[tuple[str, str]]:
+    """Every scheme of quantised weights that some row claims, with each dtype it is multiplied by."""
+    for row in rows:
+        yield from product(row.schemes, row.weights)
 
 
 def paged_cases(rows: list[Support]) -> Iterator[AttentionCase]:
@@ -328,7 +357,7 @@ def cases(row: Support, block_size: int, windows: tuple[int, ...]) -> Iterator[A
 def title(case: Any) -> str:
     """A short name for a test: bfloat16-64-b16-w19-cap."""
     if not isinstance(case, AttentionCase):
-        return str(case)
+        return "-".join(case) if isinstance(case, tuple) else str(case)
     words = [case.dtype, "causal" if case.causal else "full", f"d{case.head_dim}", f"h{case.heads}/{case.kv_heads}"]
     words += [f"b{case.block_size}"] if case.block_size else []
     words += [f"w{case.window}"] if case.window else []
@@ -337,6 +366,7 @@ def title(case: Any) -> str:
 
 CASES: dict[str, Callable[[list[Support]], Iterator[Any]]] = {
     "dtype": dtypes,
+    "held": held_cases,
     "paged_case": paged_cases,
     "shared_case": shared_cases,
     "packed_case": packed_cases,
