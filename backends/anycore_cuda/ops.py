@@ -11,12 +11,15 @@ from anycore.contract import sampling
 from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import HeadNorms, Ops
+from anycore.contract.weights import DenseWeight, Weight
 from anycore_cuda.kernels import attention as tiled
 from anycore_cuda.kernels import decode as single
-from anycore_cuda.kernels import edits, gated, norm, pooling, products, rotary
+from anycore_cuda.kernels import edits, gated, norm, pooling, products, quantised_linear, rotary
 from anycore_cuda.kernels.launch import KNOWN
 from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
 from anycore_cuda.kernels.prefix import prefix
+from anycore_cuda.kernels.quantised import Packed, pack
+from anycore_cuda.kernels.quantised_dense import dense_rows
 from anycore_cuda.kernels.sampling import choose, normaliser
 from anycore_cuda.plan import Plan
 
@@ -33,6 +36,7 @@ class CudaOps(Ops):
         self.wide_products = hasattr(torch.ops.aten.mm, "dtype")  # a float32 result of 16-bit factors
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=memory.device)
         self.measured = KNOWN and processors == products.PROCESSORS and is_hopper(memory.device)
+        self.chip = quantised_linear.chip_of(memory.device, processors, early)
 
     def plan(self, batch: Batch) -> Plan:
         return Plan(batch, self.memory, self.processors)
@@ -148,7 +152,15 @@ class CudaOps(Ops):
     def gated(self, x: Tensor, kind: str) -> Tensor:
         return gated.gated(x, kind, self.early)
 
+    def pack(self, weight: Weight) -> Tensor | Packed:
+        return weight.dense() if isinstance(weight, DenseWeight) else pack(weight, self.chip.e4m3)
+
+    def embedding(self, ids: Tensor, table: Any) -> Tensor:
+        return dense_rows(table, ids=ids) if isinstance(table, Packed) else super().embedding(ids, table)
+
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
+        if isinstance(handle, Packed):
+            return quantised_linear.linear(x, handle, bias, self.chip)
         if suits(x, handle):
             return matvec(x, handle, bias, early=self.early)
         shape = self._shape(x, handle)
@@ -172,6 +184,8 @@ class CudaOps(Ops):
         bias: Tensor | None = None,
         gate: str | None = None,
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(handle, Packed):
+            return quantised_linear.norm_linear(x, residual, weight, eps, handle, bias, gate, self.chip)
         if suits(x, handle):
             return norm_matvec(x, residual, weight, eps, handle, bias, gate, early=self.early)
         shape = None if gate is None else self._shape(x, handle, gate)
@@ -181,6 +195,8 @@ class CudaOps(Ops):
         return products.product(normed, handle, shape, self.counters, bias, gate, early=self.early), total
 
     def logits(self, x: Tensor, handle: Any) -> Tensor:
+        if isinstance(handle, Packed):
+            return quantised_linear.linear(x, handle, None, self.chip, torch.float32)
         if suits(x, handle):
             return matvec(x, handle, dtype=torch.float32, early=self.early)
         if x.dtype == torch.float32 or not self.wide_products:

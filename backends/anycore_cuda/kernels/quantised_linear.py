@@ -1,0 +1,103 @@
+"""Which kernel multiplies a quantised matrix: one row is reading, few are tiles, many are left to libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anycore_cuda.kernels import gated, norm
+from anycore_cuda.kernels.int4 import nibble_matvec
+from anycore_cuda.kernels.int8 import byte_matvec
+from anycore_cuda.kernels.quantised import Packed
+from anycore_cuda.kernels.quantised_dense import dense_product
+from anycore_cuda.kernels.quantised_products import product
+from anycore_cuda.kernels.quantised_rows import round_rows
+
+TILED_ROWS = 256
+"""So many rows at most are multiplied by tiles that are widened in registers; for more the matrix is made dense."""
+
+LIBRARY_ROWS = 64
+"""From so many rows on cuBLAS multiplies e4m3, where it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """What the choice depends on."""
+
+    processors: int
+    early: bool = False  # kernels may start before the one ahead has ended
+    e4m3: bool = False  # its tensor cores multiply such numbers
+    scaled: bool = False  # and so does cuBLAS, with a scale a row on either side
+
+
+def chip_of(device: torch.device, processors: int, early: bool) -> Chip:
+    if device.type != "cuda":
+        return Chip(processors, early)
+    capability = torch.cuda.get_device_capability(device)
+    version = tuple(int(word) for word in (torch.version.cuda or "0.0").split(".")[:2])
+    return Chip(processors, early, capability >= (8, 9), capability == (9, 0) and version >= (12, 9))
+
+
+def linear(x: Tensor, weight: Packed, bias: Tensor | None, chip: Chip, dtype: torch.dtype | None = None) -> Tensor:
+    """[.., I] → [.., O]."""
+    rows = x.reshape(-1, x.shape[-1])
+    dtype = dtype or x.dtype
+    if _is_vector(rows, weight):
+        out = _matvec(weight)(rows, weight, bias, dtype, early=chip.early)[0]
+    elif weight.rounds:
+        numbers, scale, _ = round_rows(rows, weight.kind, early=chip.early)
+        out = rounded_product(numbers, scale, weight, bias, dtype, chip)
+    elif len(rows) > TILED_ROWS or rows.dtype == torch.float32:
+        out = dense_product(rows, weight, dtype)
+        out = out if bias is None else out.add_(bias)
+    else:
+        out = product(rows, weight, None, bias, dtype, chip.processors, early=chip.early)
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def norm_linear(
+    x: Tensor,
+    residual: Tensor | None,
+    scale: Tensor,
+    eps: float,
+    weight: Packed,
+    bias: Tensor | None,
+    gate: str | None,
+    chip: Chip,
+) -> tuple[Tensor, Tensor]:
+    """As `Ops.norm_linear`."""
+    if _is_vector(x, weight):
+        return _matvec(weight)(x, weight, bias, None, residual, scale, eps, gate, early=chip.early)
+    if weight.rounds:
+        numbers, row_scale, total = round_rows(x, weight.kind, residual, scale, eps, chip.early)
+        out = rounded_product(numbers, row_scale, weight, bias, x.dtype, chip)
+    else:
+        normed, total = norm.rms_norm(x, scale, eps, residual, chip.early)
+        out = linear(normed, weight, bias, chip)
+    return (out if gate is None else gated.gated(out, gate, chip.early)), total
+
+
+def rounded_product(
+    numbers: Tensor, scale: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype, chip: Chip
+) -> Tensor:
+    """Rows as `round_rows` leaves them times a matrix that is rounded, too."""
+    outputs, columns = weight.shape
+    fits = outputs % 16 == 0 and columns % 16 == 0 and dtype != torch.float16
+    if chip.scaled and weight.kind == "e4m3" and len(numbers) >= LIBRARY_ROWS and fits:
+        other = weight.data.view(torch.float8_e4m3fn).t()
+        out = torch._scaled_mm(
+            numbers, other, scale_a=scale[:, None], scale_b=weight.scale[None], out_dtype=dtype, use_fast_accum=True
+        )
+        return out if bias is None else out.add_(bias)
+    return product(numbers, weight, scale, bias, dtype, chip.processors, early=chip.early)
+
+
+def _is_vector(x: Tensor, weight: Packed) -> bool:
+    return len(x) == 1 and (weight.rounds or x.element_size() == 2) and x.stride(-1) == 1
+
+
+def _matvec(weight: Packed) -> Callable[..., tuple[Tensor, Tensor]]:
+    return nibble_matvec if weight.kind == "int4" else byte_matvec

@@ -1,0 +1,240 @@
+"""Quantised matrices times several rows, on tensor cores: tiles are read as they are and widened in registers, or,
+where rows are rounded as the matrix is, multiplied as they are.
+
+The matrix is the left factor, which may be the larger one: few rows then cost no more than reading it. Where its
+tiles are fewer than the processors, their columns are split, and another kernel adds the parts up, always alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anycore_cuda.kernels.early import launch_options, let_next_start, wait
+from anycore_cuda.kernels.launch import launch
+from anycore_cuda.kernels.quantised import HIGH, LEFT, Packed, last_plane, planes_of_a_group
+from anycore_cuda.kernels.quantised_dense import bytes_to_float, nibble
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a program: outputs and rows of its tile, columns a turn, warps, stages of the pipeline, and in how many
+    parts the columns are split.
+    """
+
+    outputs: int
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    splits: int = 1
+
+
+@triton.jit
+def _write(
+    acc, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, output, row, rows, unit,
+    OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, ROUNDS: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    # acc [outputs, rows] → the result, or its part of it, unscaled.
+    inside = (output < OUTPUTS)[:, None] & (row < rows)[None, :]
+    place = row.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
+    if SPLITS > 1:
+        part = tl.program_id(2).to(tl.int64) * rows * OUTPUTS
+        tl.store(out_ptr + part + place, acc.to(tl.float32), mask=inside)
+    else:
+        acc = acc.to(tl.float32) * unit
+        if SCALED:
+            acc *= tl.load(scale_ptr + output, mask=output < OUTPUTS, other=0.0)[:, None]
+        if ROUNDS:
+            acc *= tl.load(row_scale_ptr + row, mask=row < rows, other=0.0)[None, :]
+        if BIAS:
+            acc += tl.load(bias_ptr + output, mask=output < OUTPUTS, other=0.0).to(tl.float32)[:, None]
+        tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "stride"])
+def _join(
+    part_ptr, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, rows, unit,
+    OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, ROUNDS: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    let_next_start(EARLY)
+    wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = output < OUTPUTS
+    acc = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        acc += tl.load(part_ptr + (split * rows + row) * OUTPUTS + output, mask=inside, other=0.0)
+    acc *= unit
+    if SCALED:
+        acc *= tl.load(scale_ptr + output, mask=inside, other=0.0)
+    if ROUNDS:
+        acc *= tl.load(row_scale_ptr + row)
+    if BIAS:
+        acc += tl.load(bias_ptr + output, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * OUTPUTS + output, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _byte_product(
+    x_ptr, data_ptr, scale_ptr, row_scale_ptr, bias_ptr, out_ptr, rows, unit,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
+    ROUNDS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    at = tl.arange(0, TURN)
+    turns: tl.constexpr = (COLUMNS + TURN - 1) // TURN
+    each: tl.constexpr = (turns + SPLITS - 1) // SPLITS
+    known = output < OUTPUTS
+    data_at = data_ptr + output.to(tl.int64)[:, None] * COLUMNS
+    x_at = x_ptr + row.to(tl.int64)[None, :] * COLUMNS
+    sums: tl.constexpr = tl.int32 if ROUNDS and KIND == "int8" else tl.float32
+    acc = tl.zeros([TILE, ROWS], sums)
+    first = tl.program_id(2) * each
+    for turn in range(first, tl.minimum(first + each, turns)):
+        column = turn * TURN + at
+        inside = column < COLUMNS
+        tile = tl.load(data_at + column[None, :], mask=known[:, None] & inside[None, :], other=0)
+        x = tl.load(x_at + column[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0)
+        if ROUNDS:
+            if KIND == "int8":
+                acc = tl.dot(tile, x, acc, out_dtype=tl.int32)
+            else:
+                acc = tl.dot(tile.to(tl.float8e4nv, bitcast=True), x, acc)
+        else:
+            numbers = bytes_to_float(tile, KIND, False)
+            if GROUP:
+                place = scale_ptr + output.to(tl.int64)[:, None] * GROUPS + (column // GROUP)[None, :]
+                numbers *= tl.load(place, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)
+            acc = tl.dot(numbers.to(x.dtype), x, acc)
+    _write(
+        acc, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, output, row, rows, unit,
+        OUTPUTS, SPLITS, GROUP == 0, ROUNDS, BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _plane(
+    acc, words, left, high, pairs, x_at, column, limit, rows_known, COLUMNS: tl.constexpr, PLANE: tl.constexpr,
+):  # fmt: skip
+    # One plane of a block: 32 columns, of which those below `limit` are there. Pairs are a scale and an offset.
+    at = column + tl.arange(0, 32)
+    inside = (at < limit) & (at < COLUMNS)
+    x = tl.load(x_at + at[:, None], mask=rows_known[None, :] & inside[:, None], other=0.0)
+    scale = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    offset = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    numbers, origin = nibble(words, left, high, PLANE)
+    return tl.dot((numbers * scale - (origin * scale + offset)).to(x.dtype), x, acc)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _nibble_product(
+    x_ptr, data_ptr, scale_ptr, bias_ptr, out_ptr, rows, unit, shift, high,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    LAST: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    output = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    word = tl.arange(0, 32)
+    blocks: tl.constexpr = WORDS // 32
+    each: tl.constexpr = (blocks + SPLITS - 1) // SPLITS
+    known, rows_known = output < OUTPUTS, row < rows
+    data_at = data_ptr + output.to(tl.int64)[:, None] * WORDS
+    pairs_at = scale_ptr.to(tl.pointer_type(tl.int32)) + output.to(tl.int64)[:, None] * GROUPS
+    x_at = x_ptr + row.to(tl.int64)[None, :] * COLUMNS
+    acc = tl.zeros([TILE, ROWS], tl.float32)
+    first = tl.program_id(2) * each
+    for block in range(first, tl.minimum(first + each, blocks)):
+        words = tl.load(data_at + block * 32 + word[None, :], mask=known[:, None], other=0)
+        left = words * shift
+        for plane in tl.static_range(8):
+            column = block * 256 + plane * 32
+            if TOGETHER == 0:  # a plane may be of several groups
+                at = tl.minimum((column + word) // GROUP, GROUPS - 1)
+                pairs = tl.load(pairs_at + at[None, :], mask=known[:, None], other=0)
+            elif plane % TOGETHER == 0:
+                pairs = tl.load(pairs_at + column // GROUP, mask=known[:, None], other=0)
+            acc = _plane(acc, words, left, high, pairs, x_at, column, COLUMNS, rows_known, COLUMNS, plane)
+    if LAST:  # noqa: SIM102 (a constant)
+        if tl.program_id(2) == SPLITS - 1:
+            there = known[:, None] & (word < LAST)[None, :]
+            words = tl.load(data_at + blocks * 32 + word[None, :], mask=there, other=0)
+            left = words * shift
+            for plane in tl.static_range(8):
+                column = blocks * 256 + plane * LAST
+                at = tl.minimum((column + word) // GROUP, GROUPS - 1)
+                pairs = tl.load(pairs_at + at[None, :], mask=there, other=0)
+                acc = _plane(acc, words, left, high, pairs, x_at, column, column + LAST, rows_known, COLUMNS, plane)
+    _write(acc, out_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, False, False, BIAS)
+
+
+def shape_of(weight: Packed, rows: int, processors: int) -> Shape:
+    """What a product with so many rows is made with."""
+    outputs, columns = weight.shape
+    tile = 64 if rows <= 32 or outputs < 64 * processors else 128
+    each = min(64 if tile == 64 else 128, max(16, triton.next_power_of_2(rows)))
+    turn = 128 if weight.rounds else 64
+    turns = columns // 256 if weight.kind == "int4" else -(-columns // turn)
+    programs = -(-outputs // tile) * -(-rows // each)
+    splits = 1
+    while splits < 16 and programs * splits < processors and turns >= 8 * splits:
+        splits *= 2
+    stages = 3 if weight.kind == "int4" and each > 64 else 4
+    return Shape(tile, each, turn, 8 if tile * each >= 128 * 128 else 4, stages, splits)
+
+
+def product(
+    x: Tensor,
+    weight: Packed,
+    row_scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    processors: int,
+    shape: Shape | None = None,
+    early: bool = False,
+) -> Tensor:
+    """[R, I], rounded where the weight says so with scales [R], times [O, I] → [R, O]."""
+    x = x.contiguous()
+    outputs, columns = weight.shape
+    rows = len(x)
+    out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
+    if not rows:
+        return out
+    shape = shape or shape_of(weight, rows, processors)
+    split = shape.splits > 1
+    parts = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x.device) if split else out
+    scales = weight.scale if row_scale is None else row_scale
+    added = weight.scale if bias is None else bias
+    grid = (triton.cdiv(rows, shape.rows), triton.cdiv(outputs, shape.outputs), shape.splits)
+    same = {
+        "OUTPUTS": outputs, "COLUMNS": columns, "GROUP": weight.group, "GROUPS": weight.groups,
+        "BIAS": bias is not None,
+        "TILE": shape.outputs, "ROWS": shape.rows, "SPLITS": shape.splits,
+        "num_warps": shape.warps, "num_stages": shape.stages,
+    }  # fmt: skip
+    if weight.kind == "int4":
+        launch(
+            _nibble_product, grid, x, weight.data, weight.scale, added, parts, rows, weight.unit, LEFT, HIGH,
+            WORDS=weight.data.shape[1], LAST=last_plane(columns), TOGETHER=planes_of_a_group(columns, weight.group),
+            **same,
+        )  # fmt: skip
+    else:
+        launch(
+            _byte_product, grid, x, weight.data, weight.scale, scales, added, parts, rows, weight.unit,
+            KIND=weight.kind, ROUNDS=weight.rounds, TURN=shape.columns, **same,
+        )  # fmt: skip
+    if split:
+        launch(
+            _join, (rows, triton.cdiv(outputs, 1024)), parts, out, weight.scale, scales, added, rows, weight.unit,
+            OUTPUTS=outputs, SPLITS=shape.splits, SCALED=weight.group == 0, ROUNDS=weight.rounds, BIAS=bias is not None,
+            BLOCK=1024, EARLY=early, num_warps=4, **launch_options(early),
+        )  # fmt: skip
+    return out

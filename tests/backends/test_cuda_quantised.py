@@ -1,0 +1,189 @@
+"""Products with quantised weights by the CUDA backend's kernels, in Triton's interpreter, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from backends.cuda_interpreted import interpreted
+from torch import Tensor
+
+from anycore.contract.backend import Backend
+from anycore.contract.check_weights import check_quantised, exact_rows, fp8_weight, int4_weight, int8_weight
+from anycore.contract.weights import Int4Weight, QuantisedWeight
+from anycore_cuda.kernels import quantised_products
+from anycore_cuda.kernels.quantised import Packed, pack
+from anycore_cuda.kernels.quantised_dense import dense_product, dense_rows
+from anycore_cuda.kernels.quantised_products import Shape, product
+from anycore_cuda.kernels.quantised_rows import TORCH, round_rows
+from anycore_cuda.ops import CudaOps
+
+HALF = torch.float16
+
+
+def opened(e4m3: bool = True) -> Backend:
+    """As on a chip that multiplies e4m3, or on one that does not."""
+    backend = interpreted()
+    assert isinstance(backend.ops, CudaOps)
+    backend.ops.chip = replace(backend.ops.chip, e4m3=e4m3)
+    return backend
+
+
+def weights_of(shape: tuple[int, int], seed: int = 0) -> list[QuantisedWeight]:
+    generator = torch.Generator().manual_seed(seed)
+    found: list[QuantisedWeight] = [int8_weight(shape, group, HALF, generator) for group in (shape[1], 16, 32)]
+    found += [int4_weight(shape, group, HALF, generator) for group in (16, 32, 64, 128, shape[1])]
+    return [*found, fp8_weight(shape, HALF, generator)]
+
+
+def allowed(packed: Packed) -> float:
+    """Absolute error of results near 1: of rounded rows, or of 16-bit scales and results."""
+    return ({"int8": 4e-2, "e4m3": 1.5e-1}[packed.kind] if packed.rounds else 4e-3) + 4e-3
+
+
+def rounded_twice(x: Tensor, kind: str) -> Tensor:
+    """What a row becomes by torch's own rounding, in float64."""
+    scale = x.abs().amax(1, keepdim=True).float() / {"int8": 127, "e4m3": 448}[kind]
+    numbers = (x.float() / scale).round() if kind == "int8" else (x.float() / scale).to(TORCH[kind])
+    return numbers.double() * scale.double()
+
+
+@pytest.mark.parametrize(("dtype", "rows", "e4m3"), [("float16", 0, True), ("float16", 5, False), ("float32", 5, True)])
+def test_the_kit(dtype: str, rows: int, e4m3: bool) -> None:
+    check_quantised(opened(e4m3), dtype, rows, biased=rows > 1)
+
+
+@pytest.mark.parametrize("shape", [(3, 256), (5, 96), (3, 576), (2, 1100), (2, 8), (4, 352)], ids=str)
+def test_rows_become_what_they_stand_for(shape: tuple[int, int]) -> None:
+    for weight in weights_of(shape):
+        packed = pack(weight, e4m3=True)
+        assert isinstance(packed, Packed)
+        exact = exact_rows(weight)
+        got = dense_rows(packed)
+        torch.testing.assert_close(got.double(), exact, rtol=2e-3, atol=1e-3 * float(exact.abs().max()))
+        ids = torch.tensor([1, 0, 1])
+        assert torch.equal(dense_rows(packed, ids=ids), got[ids])
+
+
+def test_a_layout_takes_what_the_plan_counts() -> None:
+    from anycore.contract.formats import Format
+
+    for columns in (576, 640, 3584):
+        for weight, kind in zip(weights_of((8, columns)), ("int8",) * 3 + ("int4",) * 5 + ("fp8",), strict=True):
+            packed = pack(weight, e4m3=True)
+            assert isinstance(packed, Packed)
+            group = getattr(weight, "group", 0)
+            whole = kind != "int4" and group in (0, columns)
+            assert packed.nbytes == Format(kind, 0 if whole else group).bytes(8, columns)
+
+
+def test_scales_far_from_one_keep_their_bits() -> None:
+    weight = int4_weight((4, 64), 32, HALF, torch.Generator().manual_seed(1))
+    for factor in (1e-9, 1.0, 1e3):
+        scaled = Int4Weight(weight.data, weight.scale * factor, weight.zero, weight.group, torch.float32)
+        packed = pack(scaled, e4m3=True)
+        assert isinstance(packed, Packed)
+        torch.testing.assert_close(
+            dense_rows(packed).double(),
+            exact_rows(scaled),
+            rtol=2e-3,
+            atol=1e-3 * float(exact_rows(scaled).abs().max()),
+        )
+
+
+@pytest.mark.parametrize("shape", [(6, 1100), (4, 352), (3, 96)], ids=str)
+def test_one_row_with_all_around_it(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    outputs, columns = shape
+    x, residual = torch.randn(2, 1, columns, generator=generator, dtype=torch.float32).half().unbind(0)
+    scale = 1 + torch.rand(columns, generator=generator)
+    bias = torch.randn(outputs, generator=generator).half()
+    for e4m3 in (True, False):
+        ops = opened(e4m3).ops
+        for weight in weights_of(shape):
+            packed = ops.pack(weight)
+            gate = "silu" if outputs % 2 == 0 else None
+            out, total = ops.norm_linear(x, residual, scale, 1e-6, packed, bias, gate)
+            assert torch.equal(total, x + residual)
+            wide = total.double()
+            normed = (wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * scale).half()
+            exact = normed.double() @ exact_rows(weight).T + bias
+            if gate:
+                exact = torch.nn.functional.silu(exact[:, : outputs // 2]) * exact[:, outputs // 2 :]
+            # A row rounded to e4m3 is off by a sixteenth in places, and so may be either factor of a gate.
+            room = 5 * allowed(packed) if gate else 2 * allowed(packed)
+            torch.testing.assert_close(out.double(), exact, rtol=room, atol=room)
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+def test_rows_are_rounded_as_torch_rounds(kind: str) -> None:
+    x = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    x[1] *= 1e-3 * torch.logspace(-4, 0, 300)
+    x[2] = 0
+    numbers, scale, _ = round_rows(x, kind)
+    expected = torch.nan_to_num(rounded_twice(x, kind))
+    torch.testing.assert_close(numbers.double() * scale.double()[:, None], expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["int8", "e4m3"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_row_that_is_no_number_stays_one(kind: str, rows: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = int8_weight((8, 64), 64, HALF, generator) if kind == "int8" else fp8_weight((8, 64), HALF, generator)
+    ops = opened().ops
+    x = torch.randn(rows, 64, generator=generator).half()
+    for bad in (float("nan"), float("inf")):
+        x[0, 5] = bad
+        out = ops.linear(x, ops.pack(weight))
+        assert not out[0].isfinite().any()
+        assert out[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_rounded_rows_do_not_depend_on_company(rows: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    ops = opened().ops
+    x = torch.randn(rows, 352, generator=generator).half()
+    for weight in (int8_weight((6, 352), 352, HALF, generator), fp8_weight((6, 352), HALF, generator)):
+        packed = ops.pack(weight)
+        exact = rounded_twice(x, packed.kind) @ exact_rows(weight).T
+        torch.testing.assert_close(ops.linear(x, packed).double(), exact, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_columns_may_be_split(splits: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(20, 1100, generator=generator).half()
+    bias = torch.randn(70, generator=generator).half()
+    for e4m3 in (True, False):
+        for weight in weights_of((70, 1100)):
+            packed = pack(weight, e4m3)
+            assert isinstance(packed, Packed)
+            numbers, scale = (x, None) if not packed.rounds else round_rows(x, packed.kind)[:2]
+            factor = x.double() if not packed.rounds else rounded_twice(x, packed.kind)
+            exact = factor @ exact_rows(weight).T + bias
+            out = product(numbers, packed, scale, bias, torch.float32, 2, Shape(64, 16, 64, 4, 1, splits))
+            torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=4e-3)
+
+
+def test_many_rows_meet_a_tile_of_the_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anycore_cuda.kernels import quantised_dense
+
+    monkeypatch.setattr(quantised_dense, "WORKSPACE", 1)
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(6)).half()
+    for weight in weights_of((300, 96)):
+        packed = pack(weight, e4m3=False)
+        assert isinstance(packed, Packed)
+        for dtype in (HALF, torch.float32):
+            out = dense_product(x, packed, dtype)
+            assert out.dtype == dtype
+            torch.testing.assert_close(out.double(), x.double() @ exact_rows(weight).T, rtol=8e-3, atol=8e-3)
+
+
+def test_a_few_tiles_are_split_until_the_processors_are_busy() -> None:
+    packed = pack(int4_weight((64, 8192), 128, HALF, torch.Generator().manual_seed(0)), e4m3=True)
+    assert isinstance(packed, Packed)
+    shapes = [quantised_products.shape_of(packed, rows, 132) for rows in (2, 16, 64, 256)]
+    assert all(shape.splits > 1 for shape in shapes)
+    assert [shape.rows for shape in shapes[:2]] == [16, 16]
