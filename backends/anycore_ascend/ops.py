@@ -155,7 +155,7 @@ class AscendOps(Ops):
         if isinstance(handle, Tensor):
             return super().linear(x, handle, bias)
         rows = x.reshape(-1, x.shape[-1])
-        out: Tensor = handle(rows) if len(rows) else x.new_empty(0, handle.scale.shape[-1])
+        out: Tensor = handle(rows) if len(rows) else x.new_empty(0, handle.outputs)
         out = out.view(*x.shape[:-1], out.shape[-1])
         return out if bias is None else out + bias
 

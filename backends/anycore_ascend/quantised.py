@@ -17,14 +17,20 @@ LARGEST = 65535
 class Int8Handle:
     """W8A8: each row of what comes in is rounded to int8 by its largest element."""
 
-    data: Tensor  # [in, out] int8
-    scale: Tensor  # [out] float32
+    parts: tuple[tuple[Tensor, Tensor], ...]  # data [in, out] int8 and scale [out] float32; a large head is several
+    outputs: int
+
+    @staticmethod
+    def of(data: Tensor, scale: Tensor) -> Int8Handle:
+        """From [out, in] and [out]."""
+        parts = zip(data.split(LARGEST), scale.split(LARGEST), strict=True)
+        return Int8Handle(tuple((rows.t().contiguous(), sizes.float()) for rows, sizes in parts), len(data))
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, sizes = torch.ops.npu.npu_dynamic_quant(x)
         product = torch.ops.npu.npu_quant_matmul
-        out: Tensor = product(rows, self.data, self.scale, pertoken_scale=sizes, output_dtype=x.dtype)
-        return out
+        outs = [product(rows, data, scale, pertoken_scale=sizes, output_dtype=x.dtype) for data, scale in self.parts]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,7 @@ class Int4Handle:
     scale: Tensor  # [groups, out]
     offset: Tensor  # [groups, out]
     group: int
+    outputs: int
 
     def __call__(self, x: Tensor) -> Tensor:
         product = torch.ops.npu.npu_weight_quant_batchmatmul
@@ -49,10 +56,10 @@ def pack(weight: QuantisedWeight) -> Int8Handle | Int4Handle | Tensor:
     if weight.dtype == torch.float32:
         return weight.dense()
     if isinstance(weight, Int8Weight):
-        fits = max(weight.shape) <= LARGEST and weight.group >= inputs
-        return Int8Handle(weight.data.t().contiguous(), weight.scale[:, 0].float()) if fits else weight.dense()
+        fits = inputs <= LARGEST and weight.group >= inputs
+        return Int8Handle.of(weight.data, weight.scale[:, 0]) if fits else weight.dense()
     if not isinstance(weight, Int4Weight) or weight.group % 32 or weight.group >= inputs or outputs % 8:
         return weight.dense()
     data = torch.ops.npu.npu_convert_weight_to_int4pack((weight.data.t().to(torch.int32) - 8).contiguous())
     scale, offset = (x.t().to(weight.dtype).contiguous() for x in (weight.scale, 8 - weight.zero))
-    return Int4Handle(data, scale, offset, weight.group)
+    return Int4Handle(data, scale, offset, weight.group, outputs)

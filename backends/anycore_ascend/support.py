@@ -18,6 +18,7 @@ CHIPS = ("910B", "910C")  # Atlas A2 and A3
 HEAD_DIMS = (128, 64, 16, 32, 80, 96, 112)  # below 64 or 128 the cache holds zeros up to it
 BLOCK_SIZES = (128,)  # others are slower, refused, or wrong without a word, depending on CANN and chip
 DTYPES = ("bfloat16", "float16", "float32")
+SCHEMES = ("w8a8", "w4a16")  # beside halves; CANN multiplies nothing quantised by float32
 PAGED = ("chunked_prefill", "prefix_caching", "sliding_window", "logprobs", "token_types")
 ENCODERS = ("sliding_window", "softcap", "token_types")
 
@@ -27,9 +28,10 @@ NOT_TRIED = "Ascend 950 takes other kernels behind the same names; nobody has ch
 TOO_OLD = "Ascend 910 of the first generation lacks the attention operator that this backend is built on"
 
 SUPPORT = (
-    Support(ALL_TASKS, "causal", DTYPES[:2], Level.NATIVE, (), HEAD_DIMS, BLOCK_SIZES, PAGED, CHIPS),
+    Support(ALL_TASKS, "causal", DTYPES[:2], Level.NATIVE, (), HEAD_DIMS, BLOCK_SIZES, PAGED, CHIPS, schemes=SCHEMES),
     Support(ALL_TASKS, "causal", DTYPES, Level.REFERENCE, (), (), BLOCK_SIZES, (*PAGED, "softcap"), CHIPS, IN_TORCH),
-    Support(POOLED, "bidirectional", DTYPES, Level.NATIVE, (), (), BLOCK_SIZES, ENCODERS, CHIPS),
+    Support(POOLED, "bidirectional", DTYPES[:2], Level.NATIVE, (), (), BLOCK_SIZES, ENCODERS, CHIPS, schemes=SCHEMES),
+    Support(POOLED, "bidirectional", DTYPES[2:], Level.NATIVE, (), (), BLOCK_SIZES, ENCODERS, CHIPS),
     *(
         Support(tasks, attention, DTYPES, Level.UNSUPPORTED, chips=(chip,), note=note)
         for chip, note in (("310P", ONLY_FLOAT16), ("950", NOT_TRIED), ("910", TOO_OLD))

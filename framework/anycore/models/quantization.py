@@ -88,7 +88,7 @@ def scheme_of(asked: str) -> str:
 def schemes(asked: str, stored: Stored | None) -> list[str | None]:
     """The schemes to ask a backend for, best first; None: dense weights.
 
-    A GGUF file is made dense where a backend cannot keep its blocks, as it always could; others are not unasked.
+    A GGUF file is made dense where a backend cannot keep its blocks, as it always was; others are not unasked.
     """
     asked = scheme_of(asked)
     if asked == "none" or (asked == "auto" and stored is None):
@@ -96,7 +96,7 @@ def schemes(asked: str, stored: Stored | None) -> list[str | None]:
     if asked != "auto":
         return [asked]
     assert stored is not None
-    return ["gguf", None] if stored.scheme == "gguf" else [stored.scheme]
+    return [stored.scheme, None] if stored.method == "gguf" else [stored.scheme]
 
 
 def quantization(
