@@ -13,15 +13,22 @@ LIBRARIES = 2 * (32 << 20)
 PARTS = 6 * 160
 """Programs of a decode step that keep a part of a result: kernels.decode's PROGRAMS on the largest processors."""
 
+DENSE = 64 << 20
+"""A tile of a quantised matrix that cuBLAS multiplies (kernels.quantised_dense's WORKSPACE)."""
+
+SPLIT = 32 << 20
+"""Float32 parts of a product with a quantised matrix whose columns are split: two tiles a processor, at most."""
+
 GRAPH = 2 << 20
 """A captured step of some hundred launches, in the driver's memory."""
 
 
 def workspace(shape: StepShape) -> int:
-    """Libraries, and the float32 parts of results that decode programs leave for each other to join."""
+    """Libraries, the float32 parts of results that programs leave to be joined, and tiles of quantised matrices."""
     group = max(16, shape.heads // shape.kv_heads)
     programs = max(2 * PARTS, shape.seqs * shape.kv_heads)
-    return LIBRARIES + 4 * programs * group * (max(16, shape.head_dim) + 2)
+    joined = 4 * programs * group * (max(16, shape.head_dim) + 2)
+    return LIBRARIES + joined + (DENSE + SPLIT if shape.quantised else 0)
 
 
 def graphs(shape: StepShape) -> int:

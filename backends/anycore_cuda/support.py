@@ -32,6 +32,12 @@ KNOWN = tuple(
 )
 """Memory as CUDA tells it, which is a little less than what is printed on the box."""
 
+SCHEMES = ("w8a8", "w4a16", "fp8", "gguf")
+ROUNDED = (
+    "w8a8 rounds what it multiplies to int8, a scale a token; w4a16 and gguf multiply it as it is, and so does fp8 "
+    "before sm89, which from there on rounds it to e4m3"
+)
+
 TOO_OLD = "the kernels need compute capability 8.0 (Ampere) or newer"
 
 SUPPORT = (
@@ -44,6 +50,8 @@ SUPPORT = (
         block_sizes=BLOCK_SIZES,
         features=("chunked_prefill", "prefix_caching", "sliding_window", "softcap", "logprobs", "token_types"),
         chips=CHIPS,
+        schemes=SCHEMES,
+        note=ROUNDED,
     ),
     Support(
         tasks=(Task.EMBED, Task.RERANK),
@@ -54,6 +62,8 @@ SUPPORT = (
         block_sizes=BLOCK_SIZES,
         features=("sliding_window", "softcap", "token_types"),
         chips=CHIPS,
+        schemes=SCHEMES,
+        note=ROUNDED,
     ),
     Support(ALL_TASKS, "causal", DTYPES, Level.UNSUPPORTED, chips=OLD_CHIPS, note=TOO_OLD),
     Support((Task.EMBED, Task.RERANK), "bidirectional", DTYPES, Level.UNSUPPORTED, chips=OLD_CHIPS, note=TOO_OLD),
@@ -75,6 +85,7 @@ SPEC = BackendSpec(
     open=open_device,
     priority=100,
     batched_tokens=8192,
+    tables=True,
     known=KNOWN,
     runtime=costs.RUNTIME,
     workspace=costs.workspace,

@@ -35,6 +35,7 @@ class StepShape:
     window: int = 0  # the longest of the layers that see the last tokens only; 0: all see everything
     softcap: bool = False
     reference: bool = False  # the row of the table that was chosen is a reference row
+    quantised: bool = False  # some matrices are
 
 
 def activation_bytes(shape: StepShape, rows: int | None = None) -> int:

@@ -173,6 +173,7 @@ def step_shape(spec: ModelSpec, wish: Wish, limits: Limits) -> StepShape:
         window=max((window or 0 for window in spec.windows), default=0),
         softcap=spec.softcap is not None,
         reference=wish.reference,
+        quantised=wish.quantization is not None,
     )
 
 
