@@ -1,104 +1,244 @@
-"""Decode attention at the lengths of the batch workload, and over a shared prefix, by kernel shape and splits.
+"""Decode attention by kernel shape, at equal and at random lengths: what the backend does now, and dealt out evenly.
 
-The six best of what was tried, each with its time and share of the read limit (4.42 TB/s), then what the backend
-chooses. Caches of several layers take turns, so that nothing is found in the L2 cache by chance.
+PYTHONPATH=framework:backends python ci/bench/h200/decoding.py [ROWS ...] > decoding.txt
+
+Heads come as the projection leaves them, as in steps that only decode. A result: microseconds a layer, the share of the
+read limit (4.42 TB/s), the error against float64, with WRONG where that is too much, where a second run gave other
+numbers or where a counter was left. Caches of several layers take turns, so that nothing is found in the L2 cache.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from triton import next_power_of_2
 
-from anycore_cuda.kernels import decode, prefix
+from anycore_cuda.kernels import balanced, decode
 
-Timer = Callable[[Callable[[], Any], int], float]
-MODELS = ((14, 2, 64), (28, 4, 128))  # query heads, KV heads, head size: qwen2.5-0.5b and 7b
-SHAPES = (
-    (32, 1, 3), (32, 1, 5), (64, 1, 3), (64, 2, 3), (64, 2, 5), (64, 4, 3), (128, 4, 2), (128, 4, 3), (128, 8, 3),
-)  # fmt: skip
-"""Keys a step, warps, pipeline stages."""
-PREFIX_SHAPES = (
-    (128, 64, 4, 3, 2), (128, 64, 8, 3, 1), (128, 64, 8, 3, 2), (64, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 64, 4, 3, 4),
-)  # fmt: skip
-"""As `prefix.Shape`."""
-SPLITS = (1, 2, 4, 8, 16)
+READ = 4.42e6
+"""Bytes a microsecond."""
+MODELS = ((28, 4, 128), (14, 2, 64))  # query heads, KV heads, head size: qwen2.5-7b and 0.5b
+ROWS = (1, 8, 32, 64, 144, 256)
 COLD = 300 << 20
 """Bytes of all layers together, at least: several times the L2 cache."""
+TOLERANCE = 8e-3
+PROCESSORS = 132
+
+
+class Shape(NamedTuple):
+    keys: int  # a turn
+    warps: int
+    stages: int
+    running: int  # programs a processor
+    registers: int | None = None  # a thread, at most
+
+
+SHAPES = {
+    128: (
+        Shape(64, 4, 3, 3), Shape(64, 4, 3, 6), Shape(64, 4, 2, 3), Shape(64, 4, 2, 4, 128), Shape(64, 4, 4, 2),
+        Shape(32, 4, 4, 3), Shape(32, 4, 3, 4, 128), Shape(128, 8, 2, 1), Shape(128, 8, 3, 1),
+    ),
+    64: (
+        Shape(128, 4, 3, 3), Shape(128, 4, 3, 6), Shape(64, 4, 3, 4, 128), Shape(64, 4, 4, 3), Shape(64, 4, 4, 4, 128),
+        Shape(64, 4, 3, 5, 96), Shape(128, 8, 3, 2), Shape(128, 8, 3, 3, 80), Shape(128, 8, 2, 2),
+    ),
+}  # fmt: skip
+
+
+def lengths(kind: str, rows: int) -> list[int]:
+    rng = random.Random(rows)
+    return [1000 if kind == "equal" else rng.randint(100, 2048) for _ in range(rows)]
 
 
 class Decoding:
-    """One row of each request; the first `shared` tokens are the same blocks for all."""
+    """One row of each request, with the caches of some layers."""
 
-    def __init__(self, model: tuple[int, int, int], lens: Sequence[int], shared: int = 0) -> None:
+    def __init__(self, model: tuple[int, int, int], lens: Sequence[int], device: str = "cuda") -> None:
         heads, kv_heads, dim = model
-        bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+        self.model, self.device = model, device
+        bf16 = {"device": device, "dtype": torch.bfloat16}
         columns = -(-max(lens) // 16)
-        blocks = torch.randperm(len(lens) * columns, device="cuda") + 1
+        blocks = torch.randperm(len(lens) * columns, device=device) + 1
         self.tables = blocks.int().view(len(lens), columns)
-        self.tables[:, : shared // 16] = self.tables[0, : shared // 16].clone()
-        self.read = (sum(lens) - shared * (len(lens) - 1)) * kv_heads * dim * 4  # bytes, shared ones once
-        shape = (2, 1 + len(blocks), kv_heads, 16, dim)
-        layers = min(8, max(2, COLD // self.read))
-        self.caches = [torch.randn(shape, **bf16) for _ in range(layers)]
-        self.lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
-        self.q = torch.randn(len(lens), heads, dim, **bf16)
-        self.tokens = torch.tensor([shared], dtype=torch.int32, device="cuda")
-        self.counters = torch.zeros(8192, dtype=torch.int32, device="cuda")
-        self.scale = dim**-0.5
-        self.processors = torch.cuda.get_device_properties(0).multi_processor_count
+        self.read = sum(lens) * kv_heads * dim * 4  # bytes
+        layers = min(8, max(2, -(-COLD // self.read))) if device == "cuda" else 1
+        self.caches = [torch.randn(2, 1 + len(blocks), kv_heads, 16, dim, **bf16) for _ in range(layers)]
+        self.lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        self.order = self.lens.argsort(descending=True).int()
+        self.qkv = torch.randn(len(lens), heads + 2 * kv_heads, dim, **bf16)
+        last = self.lens.long() - 1
+        slots = self.tables[torch.arange(len(lens), device=device), last // 16].long() * 16 + last % 16
+        still = torch.ones(len(lens), dim // 2, device=device), torch.zeros(len(lens), dim // 2, device=device)
+        self.raw = decode.Raw(None, still, slots)  # by an angle of nothing, so that heads stay what they are
+        self.counters = torch.zeros(8192, dtype=torch.int32, device=device)
 
-    def plain(self, splits: int, shape: tuple[int, int, int] | None = None, found: Any = None, layer: int = 0) -> Any:
-        out = torch.empty_like(self.q)
-        given = self.q, self.caches[layer], out, self.tables, self.lens, self.counters, splits, self.scale, None, None
-        decode.decode(*given, prefix=found, shape=shape)
-        return out
+    def given(self, layer: int) -> tuple[Any, ...]:
+        q = self.qkv[:, : self.model[0]]
+        out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
+        return q, self.caches[layer], out, self.tables, self.lens, self.counters
 
-    def shared(self, shape: prefix.Shape | None = None, layer: int = 0) -> Any:
-        cache = self.caches[layer]
-        return prefix.prefix(self.q, cache, self.tables, self.tokens, self.scale, None, self.processors, shape)
+    def now(self, layer: int = 0) -> Tensor:
+        given = self.given(layer)
+        splits = decode.splits_of(len(self.lens), self.model[1], PROCESSORS)
+        decode.decode(*given, splits, self.model[2] ** -0.5, None, None, self.order, raw=self.raw, early=True)
+        return given[2]
+
+    def schedule(self, shape: Shape) -> balanced.Schedule:
+        return balanced.schedule(
+            self.lens, self.model[1], shape.keys, PROCESSORS, running=shape.running, early=True
+        )  # fmt: skip
+
+    def dealt(self, shape: Shape, shares: balanced.Schedule, layer: int = 0) -> Tensor:
+        given = self.given(layer)
+        balanced.decode(
+            *given, shares, self.model[2] ** -0.5, None, None, raw=self.raw, early=True,
+            warps=shape.warps, stages=shape.stages, registers=shape.registers,
+        )  # fmt: skip
+        return given[2]
+
+    def exact(self) -> Tensor:
+        """Attention of the first layer in float64, from a cache that holds the newest keys and values."""
+        heads, kv_heads, dim = self.model
+        found = []
+        for q, table, length in zip(self.qkv[:, :heads].double(), self.tables.long(), self.lens.tolist(), strict=True):
+            token = torch.arange(length, device=self.device)
+            k, v = self.caches[0][:, table[token // 16], :, token % 16].double().unbind(1)  # [tokens, sides, ...]
+            scores = torch.einsum("kgd,tkd->kgt", q.view(kv_heads, -1, dim), k) * dim**-0.5
+            found.append(torch.einsum("kgt,tkd->kgd", scores.softmax(-1), v).reshape(heads, dim))
+        return torch.stack(found)
 
 
-def compare(time: Timer) -> None:
-    rng = random.Random(0)
+def replayed(works: list[Callable[[], Any]]) -> float:
+    """Microseconds of each, one after the other."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in works:
+            work()
+    times = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / len(works))
+    return sorted(times[2:])[5]
+
+
+class Result(NamedTuple):
+    us: float
+    name: str
+    rate: float
+    error: float
+    right: bool
+
+    def __str__(self) -> str:
+        return f"{self.us:6.1f} us {self.rate:.2f} {self.name} [{self.error:.0e}{'' if self.right else ' WRONG'}]"
+
+
+def measure(run: Decoding, exact: Tensor, name: str, work: Callable[[int], Tensor]) -> Result:
+    first = work(0)
+    kept = first.clone()
+    first.fill_(float("nan"))  # so that a place that is not written shows: the next result lies there
+    del first
+    same = torch.equal(kept, work(0))
+    error = float((kept.double() - exact).norm() / exact.norm())
+    layers = range(len(run.caches))
+    us = replayed([lambda i=i: work(i) for i in layers] * max(1, 16 // len(layers)))  # type: ignore[misc]
+    return Result(us, name, run.read / READ / us, error, same and error < TOLERANCE and not run.counters.any())
+
+
+def compare(run: Decoding) -> Iterator[Result]:
+    run.now()  # stores the newest keys and values
+    exact = run.exact()
+    yield measure(run, exact, "now", run.now)
+    for shape in SHAPES[next_power_of_2(run.model[2])]:
+        try:
+            shares = run.schedule(shape)
+            yield measure(
+                run, exact, str(tuple(shape)), lambda i, shape=shape, shares=shares: run.dealt(shape, shares, i)
+            )
+        except Exception as error:  # does not fit
+            print(f"{run.model} {tuple(shape)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            run.counters.zero_()
+
+
+class Driver:
+    """What Triton asks of a device in order to compile for it."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_part(part: int, parts: int) -> None:
+    """Every parts-th of the kernels into the disk cache, in a process that needs no device."""
+    import triton
+    from triton.compiler.compiler import CompiledKernel
+
+    def leave_out(kernel: Any) -> None:
+        kernel.module, kernel.function, kernel._run = "none", 0, lambda *arguments: None
+
+    triton.runtime.driver.set_active(Driver())
+    CompiledKernel._init_handles = leave_out
+    works: list[Callable[[], object]] = []
     for model in MODELS:
-        dim = next_power_of_2(model[2])
-        for count in (1, 16, 64, 143, 256):
-            run = Decoding(model, [rng.randint(200, 1700) for _ in range(count)])
-
-            def layers(splits: int, shape: tuple[int, int, int] | None, run: Decoding = run) -> float:
-                each = range(len(run.caches))
-                return time(lambda: [run.plain(splits, shape, None, i) for i in each], 1) / len(each)
-
-            tried = [(s, shape) for shape in SHAPES for s in SPLITS if 16 <= count * model[1] * s <= 4096 or count == 1]
-            found = sorted(filter(None, (_timed(layers, *one) for one in tried)))
-            ours = decode.splits_of(count, model[1], run.processors)
-            chosen = (layers(ours, None), ours, decode.shape_of(dim, 2))
-            for us, splits, shape in (*found[:6], chosen):
-                rate = run.read / us / 4.42e6
-                print(f"{model} {count} rows: {us:6.1f} us {rate:.2f} splits {splits} {shape}", flush=True)
-        for count in (8, 64, 256):
-            run = Decoding(model, [2048 + rng.randint(64, 128) for _ in range(count)], 2048)
-            ours = decode.splits_of(count, model[1], run.processors)
-            plain = run.plain(ours)
-            apart = time(lambda run=run, ours=ours: run.plain(ours), 4)
-            for shape in PREFIX_SHAPES:
-                off = float((run.plain(ours, None, run.shared(shape)) - plain).abs().max())
-                alone = time(lambda run=run, shape=shape: run.shared(shape), 4)
-                both = time(lambda run=run, shape=shape, n=ours: run.plain(n, None, run.shared(shape)), 4)
-                print(
-                    f"{model} {count} rows, 2048 shared {shape}: prefix {alone:6.1f} us, with the rest {both:6.1f}, "
-                    f"read again for each {apart:6.1f}; off by {off:.4f}",
-                    flush=True,
-                )
+        for count in (1, 256):  # several splits of the keys of each request, and one, which is another kernel
+            run = Decoding(model, [17] * count, "cpu")
+            works.append(run.now)
+        works += [lambda run=run, s=s: run.dealt(s, run.schedule(s)) for s in SHAPES[next_power_of_2(model[2])]]
+    for work in works[part::parts]:
+        try:
+            work()
+        except Exception as error:  # told where it is measured
+            print(f"not compiled: {type(error).__name__} {str(error)[:200]}", flush=True)
 
 
-def _timed(time: Callable[..., float], splits: int, shape: Any) -> tuple[float, int, Any] | None:
-    try:
-        return time(splits, shape), splits, shape
-    except Exception as error:  # a shape that does not fit
-        print(shape, type(error).__name__, error)
-        return None
+def main(rows_of: tuple[int, ...]) -> None:
+    start = time.time()
+    count = min(os.cpu_count() or 1, 20)
+    with ProcessPoolExecutor(count, get_context("spawn")) as workers:
+        for done in [workers.submit(compile_part, part, count) for part in range(count)]:
+            done.result()
+    print(torch.cuda.get_device_name(), torch.__version__, f"compiled: {time.time() - start:.0f} s", flush=True)
+    best: list[str] = []
+    sums: dict[tuple[tuple[int, int, int], str], float] = {}
+    for model in MODELS:
+        for kind in ("equal", "random"):
+            for rows in rows_of:
+                run = Decoding(model, lengths(kind, rows))
+                now, *others = compare(run)
+                title = f"{model[0]}/{model[1]}x{model[2]} {kind} {rows:3}"
+                for one in (now, *sorted(others)):
+                    print(f"{title}: {one}", flush=True)
+                    key = model, one.name
+                    sums[key] = sums.get(key, 0.0) + one.us * (rows >= 64)
+                right = [one for one in others if one.right]
+                best.append(f"{title}: {now} | {min(right) if right else 'none is right'}")
+        run = Decoding(model, lengths("random", 256))
+        shape = SHAPES[next_power_of_2(model[2])][0]
+        best.append(f"{model} schedule of 256: {replayed([lambda r=run, s=shape: r.schedule(s)] * 16):.1f} us")
+    print(f"\n{time.time() - start:.0f} s\nmicroseconds of all cases of 64 rows or more")
+    for (model, name), us in sorted(sums.items(), key=lambda one: (one[0][0], one[1])):
+        print(f"{model} {us:8.1f} {name}")
+    print("", *best, sep="\n")
+
+
+if __name__ == "__main__":
+    main(tuple(map(int, sys.argv[1:])) or ROWS)

@@ -587,7 +587,7 @@ def main() -> None:
     elif command == "decode":
         import decoding
 
-        decoding.compare(replayed)
+        decoding.main(tuple(map(int, arguments)) or decoding.ROWS)
     elif command == "varlen":
         import varlen
 
