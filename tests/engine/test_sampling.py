@@ -205,12 +205,14 @@ def test_s05_counts_grow_with_what_was_sampled() -> None:
 
 
 def test_s06_bias_forbids_and_forces_and_stays_in_its_row() -> None:
-    sampler = Sampler(4, torch.device("cpu"))
+    sampler = Sampler(4, torch.device("cpu"), seats=3)
     rows = [
         row(logit_bias={0: -100.0}, temperature=0.0),
         row(logit_bias={3: 100.0}, temperature=0.0),
         row(temperature=0.0),
     ]
+    for seat, request in enumerate(rows):
+        request.seat = seat
     ids = sample(torch.tensor([LOGITS] * 3), sampler.prepare(rows)).ids
     assert ids.tolist() == [1, 3, 0]
 

@@ -64,8 +64,8 @@ class Desk:
         self._is_sent = True
         for dtype, names in grouped(blank, memory.typed).items():
             like = [blank[name] for name in names]
-            starts = starts_of(like, dtype)
-            flat = torch.zeros(starts[-1], dtype=dtype)
+            starts = starts_of(like)
+            flat = torch.zeros(starts[-1] // dtype.itemsize, dtype=dtype)
             for part, tensor in zip(cut(flat, starts, like), like, strict=True):
                 part.copy_(tensor)
             sheet = Sheet(flat, flat.clone(), memory.upload(flat.clone()))

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,12 +56,13 @@ class PinnedMemory(Memory):
         there: dict[int, Tensor] = {}
         for dtype, members in grouped(dict(enumerate(hosts)), self.typed).items():
             like = [hosts[i] for i in members]
-            starts = starts_of(like, dtype)
-            buffer = torch.empty(starts[-1], dtype=dtype, pin_memory=True)
+            starts = starts_of(like)
+            buffer = torch.empty(starts[-1] // dtype.itemsize, dtype=dtype, pin_memory=True)
             places = buffer.numpy()  # torch takes longer to cut and copy such small pieces
             for host, start in zip(like, starts, strict=False):
-                flat = np.ascontiguousarray(host.numpy()).reshape(-1).view(places.dtype)
-                places[start : start + len(flat)] = flat
+                array = host.numpy()
+                first = start // array.itemsize
+                places.view(array.dtype)[first : first + array.size] = array.reshape(-1)
             there.update(zip(members, cut(buffer.to(self.device, non_blocking=True), starts, like), strict=True))
         return [there[i] for i in range(len(hosts))]
 
@@ -89,18 +89,22 @@ def grouped(tensors: Mapping[Name, Tensor], typed: bool) -> dict[torch.dtype, li
     return groups
 
 
-def starts_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[int]:
-    """Where each of some tensors begins, side by side in a buffer of a type, and where the last one's place ends."""
+def starts_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The bytes at which each of some tensors begins, side by side in a buffer, and at which the last one ends."""
     starts = [0]
     for tensor in tensors:
-        starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * (ALIGNMENT // dtype.itemsize))
+        starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
     return starts
 
 
 def cut(buffer: Tensor, starts: Sequence[int], like: Sequence[Tensor]) -> list[Tensor]:
     """The parts of a buffer, each of the type and shape of a tensor."""
-    size = buffer.element_size()
-    return [
-        buffer[start : start + tensor.nbytes // size].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(starts, like, strict=False)
-    ]
+    whole: dict[torch.dtype, Tensor] = {}
+    parts = []
+    for start, tensor in zip(starts, like, strict=False):
+        if tensor.dtype not in whole:
+            whole[tensor.dtype] = buffer.view(tensor.dtype)
+        first = start // tensor.itemsize
+        part = whole[tensor.dtype][first : first + tensor.numel()]
+        parts.append(part if tensor.dim() == 1 else part.view(tensor.shape))
+    return parts

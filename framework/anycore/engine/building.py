@@ -37,9 +37,10 @@ class BatchBuilder:
         self.kv = kv
         self.desk = None if spec.token_type_count else desk
         self.tables = BlockTables(limits)
-        self._samples: Samples | None = None
+        self._samples: Samples | None = None  # of the step before
+        self._places = np.full(limits.max_num_seqs, -1, dtype=np.int64)  # of seats in them; -1: not sampled
         self._starts = np.zeros(0, dtype=np.int64)  # first position of each entry of the last batch
-        self._rows = np.zeros(0, dtype=np.int64)  # their rows in the tables
+        self._seats = np.zeros(0, dtype=np.int64)  # of their requests
         self._lens: list[int] = []
         self._shared: int | None = None  # tokens that all share; None: not looked for since the batch has changed
         self._order: Tensor | None = None  # the longest first, found along with it: all grow alike
@@ -47,50 +48,41 @@ class BatchBuilder:
     def remember(self, requests: list[Request], samples: Samples | None) -> None:
         """Take note of what the step just launched has sampled, one row a request."""
         self._samples = samples
-        for row, request in enumerate(requests):
-            request.place = row
+        self._places.fill(-1)
+        if samples is not None:
+            self._places[[request.seat for request in requests]] = np.arange(len(requests))
 
     def build(self, step: Step, output_rows: list[int] | range) -> Batch:
-        """Any step.
-
-        A token that the host has not seen is a request's last, and was sampled by the step just before.
-        """
-        decodes, positions = step.decodes, step.positions
-        ids = [request.tokens[-1] for request in decodes]  # put right below where the last one is not known yet
-        unseen = [row for row, request in enumerate(decodes) if positions[row] == len(request.tokens)]
-        places = [decodes[row].place for row in unseen]  # in the last samples
-        for chunk in step.chunks:
-            ids += chunk.request.tokens[chunk.start : chunk.start + chunk.rows]
-            if chunk.start + chunk.rows > len(chunk.request.tokens):
-                unseen.append(len(ids))
-                places.append(chunk.request.place)
-                ids.append(0)
-        requests = decodes + [chunk.request for chunk in step.chunks]
+        """Any step. A token that the host has not seen is a request's last, sampled by the step just before."""
+        decodes = len(step.decodes)
+        requests = step.decodes + [chunk.request for chunk in step.chunks]
         lens = np.ones(len(requests), dtype=np.int64)
-        lens[len(decodes) :] = [chunk.rows for chunk in step.chunks]
-        starts = np.array(positions + [chunk.start for chunk in step.chunks], dtype=np.int64)
+        lens[decodes:] = [chunk.rows for chunk in step.chunks]
+        starts = np.array(step.positions + [chunk.start for chunk in step.chunks], dtype=np.int64)
+        if self.kv is not None:
+            self._seats = np.array([request.seat for request in requests], dtype=np.int64)
+            self._write_tables(step.decodes, starts[:decodes])
+            self.tables.write(requests[decodes:])
+        ids, unseen, sampled = self._ids(step)
         ends = np.cumsum(lens)
         owner = np.repeat(np.arange(len(requests)), lens)
         order = range(len(ids))
         every = output_rows == order or (len(output_rows) == len(order) and output_rows == list(order))
-        parts = (ids, [] if every else output_rows, unseen, places)
-        arrays = [np.array(part, dtype=np.int64) for part in parts]
+        self._starts, self._lens, self._shared = starts, lens.tolist(), None
+        if self.desk is not None and every and self.kv is not None and len(ids) == len(requests):
+            return self._laid_new(self.desk, ids, unseen, sampled)
+        arrays = [ids, np.array([] if every else output_rows, dtype=np.int64), unseen, sampled]
         if self.spec.token_type_count:
             types = np.zeros(len(ids), dtype=np.int64)
             for chunk, end in zip(step.chunks, ends.tolist(), strict=True):
                 if chunk.request.new.token_types:
                     types[end - chunk.rows : end] = chunk.request.new.token_types
             arrays.append(types)
-        if self.kv is not None:
-            self._rows = self.tables.rows(requests)
-        self._starts, self._lens, self._shared = starts, lens.tolist(), None
-        if self.desk is not None and every and self.kv is not None and len(ids) == len(requests):
-            return self._laid_new(self.desk, ids, unseen, places)
         batch, sent = self._send(np.arange(ends[-1]) + (starts - (ends - lens))[owner], owner, lens, arrays)
         batch.input_ids = sent[0]
         if not every:
             batch.output_rows = sent[1]
-        if unseen:
+        if len(unseen):
             assert self._samples is not None
             batch.input_ids.index_copy_(0, sent[2], self._samples.ids[sent[3]])
         if self.spec.token_type_count:
@@ -103,8 +95,7 @@ class BatchBuilder:
         count = len(requests)
         starts = self._starts + np.array(self._lens)
         self._starts, self._lens = starts, [1] * count
-        grown = np.flatnonzero(starts % self.limits.block_size == 0)  # the others have no new block
-        self.tables.rows([requests[i] for i in grown.tolist()])
+        grown = self._write_tables(requests, starts)
         if self.desk is not None:
             batch = self._laid(self.desk, grown)
             batch.input_ids = self._samples.ids
@@ -114,11 +105,34 @@ class BatchBuilder:
         batch.input_ids = self._samples.ids
         return batch
 
-    def _laid_new(self, desk: Desk, ids: list[int], unseen: list[int], places: list[int]) -> Batch:
+    def _ids(self, step: Step) -> tuple[Array, Array, Array]:
+        """The ids of a step's rows, the rows of those that the device has, and where in the last samples."""
+        places = self._places[self._seats[: len(step.decodes)]]
+        unseen = np.flatnonzero(places >= 0)
+        sampled = places[unseen]
+        ids = np.zeros(len(places), dtype=np.int64)
+        for row in np.flatnonzero(places < 0).tolist():
+            ids[row] = step.decodes[row].tokens[-1]
+        tokens: list[int] = []
+        for chunk in step.chunks:
+            tokens += chunk.request.tokens[chunk.start : chunk.start + chunk.rows]
+            if chunk.start + chunk.rows > len(chunk.request.tokens):
+                unseen = np.append(unseen, len(ids) + len(tokens))
+                sampled = np.append(sampled, self._places[chunk.request.seat])
+                tokens.append(0)
+        return np.concatenate((ids, np.array(tokens, dtype=np.int64))), unseen, sampled
+
+    def _write_tables(self, requests: list[Request], positions: Array) -> Array:
+        """Write the blocks that tokens at `positions`, one of each request, are the first in; return whose they are."""
+        grown = np.flatnonzero(positions % self.limits.block_size == 0)
+        self.tables.write([requests[i] for i in grown.tolist()])
+        return grown
+
+    def _laid_new(self, desk: Desk, ids: Array, unseen: Array, sampled: Array) -> Batch:
         desk.lay("ids", ids)
-        rows, at = desk.lay("unseen", unseen), desk.lay("places", places)
+        rows, at = desk.lay("unseen", unseen), desk.lay("places", sampled)
         batch = self._laid(desk, np.zeros(0, dtype=np.int64))
-        if unseen:
+        if len(unseen):
             assert self._samples is not None
             batch.input_ids.index_copy_(0, rows, self._samples.ids.index_select(0, at))
         return batch
@@ -127,19 +141,19 @@ class BatchBuilder:
         """One row of each request. `grown` are those that have a new block since they were laid."""
         count, size, starts = len(self._starts), self.limits.block_size, self._starts
         desk.lay("positions", starts)
-        desk.lay("slots", self.tables.slots(self._rows, starts))
+        desk.lay("slots", self.tables.slots(self._seats, starts))
         desk.lay("lens", starts + 1)
         changed = self._shared is None
         if self._shared is None:
-            self._shared = self.tables.shared(self._rows, int(starts.min()))
+            self._shared = self.tables.shared(self._seats, int(starts.min()))
             desk.lay("order", np.argsort(-starts, kind="stable"))
         elif len(grown):
             columns = starts[grown] // size
             cells = desk.lay("cells", grown * desk.tables.shape[1] + columns)
-            blocks = desk.lay("blocks", self.tables.blocks(self._rows[grown], columns))
+            blocks = desk.lay("blocks", self.tables.blocks(self._seats[grown], columns))
         desk.send()
         if changed:
-            tables = self.tables.first(self._rows, int(starts.max()) // size + 1)
+            tables = self.tables.first(self._seats, int(starts.max()) // size + 1)
             self.memory.renew(desk.tables[:count, : tables.shape[1]], torch.from_numpy(tables))
         elif len(grown):
             desk.tables.view(-1).index_copy_(0, cells, blocks)
@@ -172,12 +186,12 @@ class BatchBuilder:
         if self.kv is not None:
             columns = (int((self._starts + lens).max()) - 1) // self.limits.block_size + 1
             arrays += [
-                self.tables.first(self._rows, columns),
-                self.tables.slots(self._rows[owner], positions),
+                self.tables.first(self._seats, columns),
+                self.tables.slots(self._seats[owner], positions),
             ]
         decodes = self.kv is not None and len(positions) == len(lens)
         if decodes and self._shared is None:  # the batch has changed
-            self._shared = self.tables.shared(self._rows, int(self._starts.min()))
+            self._shared = self.tables.shared(self._seats, int(self._starts.min()))
             self._order = None
             arrays.append(np.argsort(-self._starts, kind="stable").astype(np.int32))
         sent = self.memory.upload_all([torch.from_numpy(array) for array in (*arrays, *more)])

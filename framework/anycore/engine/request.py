@@ -227,7 +227,6 @@ class Request:
         "num_computed",
         "num_pending",
         "num_prompt",
-        "place",
         "preemptions",
         "prefilled",
         "prompt_scores",
@@ -254,7 +253,6 @@ class Request:
         self.num_computed = 0  # rows handed to the device so far
         self.num_pending = 0  # sampled on the device, not seen by the host: 0 or 1, one more until a step is committed
         self.prefilled = False  # the whole prompt has been handed to the device once
-        self.place = 0  # its row in the samples of the last step that sampled it
         # Its place in the queues.
         self.key: tuple[float, ...] = ()  # rank under the policy; smaller runs first
         self.status = Status.WAITING

@@ -88,6 +88,10 @@ class Sampler:
         self.memory = memory or Memory(device)
         self.desk = desk
         self._group: Group | None = None
+        self._numbers = np.zeros((seats, 4))  # of each seat, as in `SamplerState`
+        self._seeds = np.zeros(seats, dtype=np.uint64)
+        self._plain = np.zeros(seats, dtype=np.bool_)
+        self._owners: list[Request | None] = [None] * seats  # whose they are
         self._counts: Tensor | None = None  # [seats, V], see `Penalties`; made when first needed
         self._counted: list[Request | None] = [None] * seats  # whose tokens each row counts
 
@@ -115,20 +119,29 @@ class Sampler:
         return numbers
 
     def _new_group(self, requests: list[Request]) -> Group:
-        states: list[SamplerState] = [request.sampler or self._state(request) for request in requests]
-        sampling = self._numbers(states)
+        rows, positions = [], []
+        for request in requests:  # often many, at every change among them
+            if self._owners[request.seat] is not request:
+                self._seat(request)
+            rows.append(request.seat)
+            positions.append(len(request.tokens) + request.num_pending - request.num_prompt)  # `num_output`
+        seats = np.array(rows)
+        sampling = self._sampling(self._numbers[seats])
         lasts = math.inf
-        if not all(state.plain for state in states):
+        if not self._plain[seats].all():
             sampling = self._extras(requests, sampling)
             lasts = min(map(_lasts, requests))
-        seeds = np.array([state.seed for state in states], dtype=np.uint64)
-        # What `num_output` says, for many requests at every change among them.
-        positions = [len(r.tokens) + r.num_pending - r.num_prompt for r in requests]
-        return Group(requests, sampling, seeds, np.array(positions, dtype=np.uint64), lasts)
+        return Group(requests, sampling, self._seeds[seats], np.array(positions, dtype=np.uint64), lasts)
 
-    def _numbers(self, states: list[SamplerState]) -> Sampling:
+    def _seat(self, request: Request) -> None:
+        state = self._state(request)
+        seat = request.seat
+        self._numbers[seat], self._seeds[seat], self._plain[seat] = state.numbers, state.seed, state.plain
+        self._owners[seat] = request
+
+    def _sampling(self, numbers: np.ndarray[Any, Any]) -> Sampling:
         """What every row has: temperature, and the filters that any row asks for."""
-        temperature, top_k, top_p, min_p = np.array([state.numbers for state in states], dtype=np.float64).T
+        temperature, top_k, top_p, min_p = numbers.T
         greedy = bool((temperature < GREEDY_BELOW).all())
         arrays = {} if self.desk is not None else {"temperature": temperature.astype(np.float32)}
         if not greedy and (top_k < self.vocab).any():
@@ -140,9 +153,9 @@ class Sampler:
         sent = dict(zip(arrays, self.memory.upload_all(list(map(torch.from_numpy, arrays.values()))), strict=True))
         if self.desk is not None:
             sent["temperature"] = self.desk.lay("temperature", temperature)
-            uniforms = self.desk.view("uniforms", len(states))
+            uniforms = self.desk.view("uniforms", len(numbers))
         else:
-            uniforms = torch.zeros(len(states), dtype=self.draw_dtype, device=self.device)
+            uniforms = torch.zeros(len(numbers), dtype=self.draw_dtype, device=self.device)
         return Sampling(
             temperature=sent["temperature"],
             uniforms=uniforms,

@@ -23,16 +23,16 @@ class BlockTables:
         self._lists: list[list[int]] = [[] for _ in range(limits.max_num_seqs)]
         self._written = [0] * limits.max_num_seqs
 
-    def rows(self, requests: list[Request]) -> Array:
-        """The row of each request, with all of its blocks written."""
-        lists, written = self._lists, self._written
-        rows = []
+    def write(self, requests: list[Request]) -> None:
+        """Take over the blocks of some requests as they are now."""
         for request in requests:
             row, blocks = request.seat, request.blocks
-            if lists[row] is not blocks or written[row] != len(blocks):
-                self._write(row, blocks)
-            rows.append(row)
-        return np.array(rows, dtype=np.int64)
+            if self._lists[row] is not blocks:
+                self._lists[row], self._written[row] = blocks, 0
+                self._table[row] = 0
+            first = self._written[row]
+            self._table[row, first : len(blocks)] = blocks[first:]
+            self._written[row] = len(blocks)
 
     def first(self, rows: Array, columns: int) -> Array:
         """The first `columns` blocks of some rows, [B, P] int32."""
@@ -55,11 +55,3 @@ class BlockTables:
         tables = self._table[rows, : computed // self.size]
         other = (tables != tables[0]).any(axis=0)
         return int(other.argmax() if other.any() else len(other)) * self.size
-
-    def _write(self, row: int, blocks: list[int]) -> None:
-        if self._lists[row] is not blocks:
-            self._lists[row], self._written[row] = blocks, 0
-            self._table[row] = 0
-        first = self._written[row]
-        self._table[row, first : len(blocks)] = blocks[first:]
-        self._written[row] = len(blocks)
