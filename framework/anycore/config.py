@@ -53,6 +53,9 @@ class ModelConfig:
     """Settings of one model's engine."""
 
     model: str = setting("", "folder, GGUF file, hub id, modelscope:ID or pkg:NAME")
+    checkpoint: str | None = setting(
+        None, "folder with safetensors to take instead of the model's own weights; all else stays the model's"
+    )
     served_model_name: tuple[str, ...] = setting((), "names clients may use (default: the model as given)")
     task: str = setting("auto", "what the model is served for", choices=("auto", "generate", "embed", "rerank"))
     backend: str = setting("auto", "backend to run on; auto takes the best one that supports the model")

@@ -104,9 +104,20 @@ def prepare(
     Raises:
         SourceError, ConfigError, Unsupported, PluginError, DoesNotFit: each says what to change.
     """
-    source = locate(config.model, revision=config.revision, weights=weights, progress=progress)
+    source = find_model(config, weights, progress)
     whole = read_spec(source, plugins.architectures(), config.pooling)
     return fit(config, plugins, source, whole, strict=strict)
+
+
+def find_model(config: ModelConfig, weights: bool, progress: Progress | None = None) -> Source:
+    """Locate a model. Its own weights are not fetched where --checkpoint gives others.
+
+    Raises:
+        SourceError: it is not there, or cannot be fetched.
+    """
+    own = weights and config.checkpoint is None
+    source = locate(config.model, revision=config.revision, weights=own, progress=progress)
+    return source.with_checkpoint(config.checkpoint)
 
 
 def fit(config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec, *, strict: bool = False) -> Prepared:

@@ -14,12 +14,12 @@ from typing import Any
 from anycore.config import ModelConfig, flag
 from anycore.contract.declare import DTYPES, BackendSpec, Device, Probe
 from anycore.contract.formats import Format
-from anycore.engine.launch import Prepared, fit
+from anycore.engine.launch import Prepared, find_model, fit
 from anycore.engine.memory import MemoryPlan, Wish, largest, size, step_shape, weight_bytes, working_bytes
 from anycore.errors import AnycoreError, ConfigError, DoesNotFit
 from anycore.models.parameters import counted
 from anycore.models.quantization import pieces
-from anycore.models.source import Progress, Source, locate
+from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec, read_spec
 from anycore.plugins import Plugins
 
@@ -67,7 +67,7 @@ def read(
     config: ModelConfig, plugins: Plugins, concurrency: int | None = None, progress: Progress | None = None
 ) -> Asked:
     """Read a model's small files; its weights are not fetched."""
-    source = locate(config.model, revision=config.revision, weights=False, progress=progress)
+    source = find_model(config, weights=False, progress=progress)
     whole = read_spec(source, plugins.architectures(), config.pooling)
     return Asked(config, plugins, source, whole, concurrency)
 

@@ -64,7 +64,7 @@ class QuantisedFolder:
     """A `loader.Checkpoint` over safetensors files: each quantised matrix is one tensor called LAYER.weight."""
 
     def __init__(self, source: Source, scheme: Scheme) -> None:
-        self.files = Safetensors(source.folder)
+        self.files = Safetensors(source.weights)
         self.scheme = scheme
         self.matrices: dict[str, Matrix] = {}
         self._parts = self._gather()
@@ -139,7 +139,7 @@ def open_folder(source: Source) -> Safetensors | QuantisedFolder:
     """
     settings = settings_of(source)
     if settings is None:
-        return Safetensors(source.folder)
+        return Safetensors(source.weights)
     return QuantisedFolder(source, scheme_of(settings, source))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,6 +27,30 @@ class Source:
     name: str  # as the user wrote it
     folder: Path  # holds the files; for a GGUF its parent
     gguf: Path | None = None
+    checkpoint: Path | None = None  # a folder whose weights are taken instead of the model's own
+
+    @property
+    def weights(self) -> Path:
+        """The folder that safetensors files are in."""
+        return self.checkpoint or self.folder
+
+    def with_checkpoint(self, folder: str | None) -> Source:
+        """This model with the weights of another folder.
+
+        Raises:
+            SourceError: there is no such folder, or the model is a file that has everything in it.
+        """
+        if folder is None:
+            return self
+        path = Path(folder).expanduser()
+        if not path.is_dir():
+            raise SourceError(f"--checkpoint {folder} is no folder: give one with weights", param="checkpoint")
+        if self.gguf is not None:
+            raise SourceError(
+                f"--checkpoint gives other weights to a model folder; {self.name} is a GGUF file, which has its own",
+                param="checkpoint",
+            )
+        return replace(self, checkpoint=path)
 
     def config(self) -> dict[str, Any]:
         """Return `config.json`, or the same shape made from the header of the GGUF."""
@@ -70,6 +94,8 @@ class Source:
         """Return the files that hold weights: the GGUF, those the index names, or every safetensors file."""
         if self.gguf is not None:
             return [self.gguf]
+        if self.checkpoint is not None:
+            return Source(self.name, self.checkpoint).weight_files()
         index = self.read_json("model.safetensors.index.json")
         if index is None:
             return sorted(self.folder.glob("*.safetensors"))

@@ -7,7 +7,7 @@ from torch import Tensor
 from anycore.config import cache_dir
 from anycore.contract.backend import Backend, Forward, ModelFiles
 from anycore.contract.batch import Batch
-from anycore.errors import AnycoreError, PluginError
+from anycore.errors import AnycoreError, ConfigError, PluginError
 from anycore.models.layers import Dense, project
 from anycore.models.parameters import labels
 from anycore.models.source import Progress, Source
@@ -70,7 +70,13 @@ def forward_of(
         progress=progress or (lambda phase, fraction: None),
     )
     try:
-        return backend.load_model(files)
+        run = backend.load_model(files)
+        if run is not None and source.checkpoint is not None:
+            raise ConfigError(
+                f"--checkpoint cannot give weights to the model that backend {backend.name} runs {source.name} by",
+                param="checkpoint",
+            )
+        return run
     except AnycoreError:
         raise
     except Exception as error:
