@@ -26,6 +26,13 @@ CHIPS = {
 BF16_CHIPS = ("x86-amx-bf16", "x86-avx512-bf16", "arm-bf16")
 """Chips with instructions that multiply bfloat16."""
 
+OTHER_CHIPS = tuple(name for name in CHIPS if name not in BF16_CHIPS)
+
+
+def plain(chips: tuple[str, ...]) -> tuple[str, ...]:
+    """The same chips' names where there are no kernels of our own, and plain torch computes."""
+    return tuple(f"{name}-plain" for name in chips)
+
 
 def probe() -> Probe:
     """Return the one device there always is, or the text of what went wrong while looking."""
@@ -47,11 +54,11 @@ def usable_cores() -> int:
 
 
 def chip() -> str:
-    """The best of CHIPS whose flags this processor has; else the bare machine name."""
+    """The best of CHIPS whose flags this processor has, plain if kernels cannot run; else the bare machine name."""
     flags = processor_flags()
     for name, wanted in CHIPS.items():
         if not flags.isdisjoint(wanted):
-            return name
+            return name if build.available(flags) else plain((name,))[0]
     return platform.machine().lower() or "unknown"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from anycore.contract.declare import BackendSpec, Level, Support, Task
 from anycore_cpu.costs import workspace
-from anycore_cpu.probe import BF16_CHIPS, probe
+from anycore_cpu.probe import BF16_CHIPS, OTHER_CHIPS, plain, probe
 
 if TYPE_CHECKING:
     from anycore.contract.backend import Backend
@@ -36,12 +36,22 @@ SLOW_BF16 = "this processor has no bfloat16 instructions: right, but slower than
 NO_FLOAT16 = "processors compute float16 through float32, at half the range: take --dtype bfloat16 or float32"
 
 
+ROUNDED = "rows that quantised weights multiply are rounded to int8, with a scale for each group of the weights"
+SCHEMES = ("w8a8", "w4a16", "gguf")
+
+
 def rows(shape: Support) -> tuple[Support, ...]:
-    """The lines of one kind of attention: float32, bfloat16 where the chip has it, bfloat16 elsewhere, float16."""
+    """The lines of one kind of attention: float32, bfloat16 where the chip has it, bfloat16 elsewhere, float16.
+
+    Quantised weights stay small where our own kernels run.
+    """
+    narrow = replace(shape, weights=("bfloat16",))
     return (
         shape,
-        replace(shape, weights=("bfloat16",), chips=BF16_CHIPS),
-        replace(shape, weights=("bfloat16",), level=Level.REFERENCE, note=SLOW_BF16),
+        replace(narrow, chips=BF16_CHIPS, schemes=SCHEMES, note=ROUNDED),
+        replace(narrow, chips=plain(BF16_CHIPS)),
+        replace(narrow, level=Level.REFERENCE, chips=OTHER_CHIPS, schemes=SCHEMES, note=f"{SLOW_BF16}; {ROUNDED}"),
+        replace(narrow, level=Level.REFERENCE, note=SLOW_BF16),
         replace(shape, weights=("float16",), level=Level.UNSUPPORTED, note=NO_FLOAT16),
     )
 
@@ -62,6 +72,7 @@ SPEC = BackendSpec(
     priority=0,
     evidence=Path(__file__).parent / "evidence",
     copied_dtypes=("float32", "bfloat16"),
+    tables=True,
     workspace=workspace,
     memory_utilization=0.5,  # the rest of the machine's memory is not ours alone
 )

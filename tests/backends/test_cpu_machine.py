@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from anycore.contract import host
-from anycore.contract.declare import Level, Need, Task, find
+from anycore.contract.declare import Level, Need, Task, find, mismatches
 from anycore.contract.weights import DenseWeight
 from anycore.errors import PluginError
 from anycore_cpu import packed, probe, support
 from anycore_cpu.attention import CALL_COST, grouped
+from anycore_cpu.kernels import build
 from anycore_cpu.ops import CpuOps
 
 MIB = 1 << 20
@@ -81,10 +83,15 @@ def test_version_1_limits(groups: Path) -> None:
 def test_bfloat16_is_native_where_the_chip_multiplies_it(
     monkeypatch: pytest.MonkeyPatch, flags: set[str], chip: str, level: Level
 ) -> None:
+    """With kernels of our own and without; quantised weights stay small with them only."""
     monkeypatch.setattr(probe, "processor_flags", lambda: frozenset(flags))
-    assert probe.chip() == chip
-    need = Need(Task.GENERATE, "causal", "LlamaForCausalLM", "bfloat16", 64, chip=chip)
-    assert find(support.SPEC.support, need).level is level
+    for kernels in (True, False):
+        monkeypatch.setattr(build, "available", lambda flags, kernels=kernels: kernels)
+        assert probe.chip() == (chip if kernels else f"{chip}-plain")
+        need = Need(Task.GENERATE, "causal", "LlamaForCausalLM", "bfloat16", 64, chip=probe.chip())
+        assert find(support.SPEC.support, need).level is level
+        fitting = [row for row in support.SPEC.support if not mismatches(row, replace(need, scheme="w4a16"))]
+        assert len(fitting) == kernels
 
 
 def test_probe_keeps_the_reason_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

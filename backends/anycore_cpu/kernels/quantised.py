@@ -39,7 +39,7 @@ class Layout(ctypes.Structure):
     )
 
 
-SIGNATURES = {
+SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, ...]]] = {
     "anycore_quantised_size": (ctypes.c_long, (ctypes.POINTER(Layout),)),
     "anycore_quantised_pack": (None, (ctypes.POINTER(Layout), *[ctypes.c_void_p] * 3)),
     "anycore_quantised_linear": (
