@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from anycore_cuda.kernels import gated, norm
@@ -13,7 +14,7 @@ from anycore_cuda.kernels.int4 import nibble_matvec
 from anycore_cuda.kernels.int8 import byte_matvec
 from anycore_cuda.kernels.quantised import Packed
 from anycore_cuda.kernels.quantised_dense import dense_product
-from anycore_cuda.kernels.quantised_products import product
+from anycore_cuda.kernels.quantised_products import SHARED, product
 from anycore_cuda.kernels.quantised_rows import round_rows
 
 TILED_ROWS = 256
@@ -28,6 +29,7 @@ class Chip:
     """What the choice depends on."""
 
     processors: int
+    shared: int = SHARED  # bytes of shared memory that a program may have
     early: bool = False  # kernels may start before the one ahead has ended
     e4m3: bool = False  # its tensor cores multiply such numbers
     scaled: bool = False  # and so does cuBLAS, with a scale a row on either side
@@ -35,10 +37,11 @@ class Chip:
 
 def chip_of(device: torch.device, processors: int, early: bool) -> Chip:
     if device.type != "cuda":
-        return Chip(processors, early)
+        return Chip(processors, early=early)
     capability = torch.cuda.get_device_capability(device)
+    shared = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
     version = tuple(int(word) for word in (torch.version.cuda or "0.0").split(".")[:2])
-    return Chip(processors, early, capability >= (8, 9), capability == (9, 0) and version >= (12, 9))
+    return Chip(processors, shared, early, capability >= (8, 9), capability == (9, 0) and version >= (12, 9))
 
 
 def linear(x: Tensor, weight: Packed, bias: Tensor | None, chip: Chip, dtype: torch.dtype | None = None) -> Tensor:
@@ -54,7 +57,7 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None, chip: Chip, dtype: to
         out = dense_product(rows, weight, dtype)
         out = out if bias is None else out.add_(bias)
     else:
-        out = product(rows, weight, None, bias, dtype, chip.processors, early=chip.early)
+        out = product(rows, weight, None, bias, dtype, chip.processors, early=chip.early, shared=chip.shared)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
@@ -92,7 +95,7 @@ def rounded_product(
             numbers, other, scale_a=scale[:, None], scale_b=weight.scale[None], out_dtype=dtype, use_fast_accum=True
         )
         return out if bias is None else out.add_(bias)
-    return product(numbers, weight, scale, bias, dtype, chip.processors, early=chip.early)
+    return product(numbers, weight, scale, bias, dtype, chip.processors, early=chip.early, shared=chip.shared)
 
 
 def _is_vector(x: Tensor, weight: Packed) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
-from anycore_cuda.kernels.quantised import HIGH, LEFT, Packed, last_plane, planes_of_a_group
+from anycore_cuda.kernels.quantised import BLOCK, HIGH, LEFT, PLANES, Packed, last_plane, planes_of_a_group
 from anycore_cuda.kernels.quantised_dense import bytes_to_float, nibble
 
 
@@ -176,19 +176,32 @@ def _nibble_product(
     _write(acc, out_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, False, False, BIAS)
 
 
-def shape_of(weight: Packed, rows: int, processors: int) -> Shape:
+SHARED = 227 << 10
+"""Bytes of shared memory that a program may have on Hopper."""
+
+
+def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -> Shape:
     """What a product with so many rows is made with."""
     outputs, columns = weight.shape
     tile = 64 if rows <= 32 or outputs < 64 * processors else 128
     each = min(64 if tile == 64 else 128, max(16, triton.next_power_of_2(rows)))
     turn = 128 if weight.rounds else 64
+    while 2 * stage_bytes(weight, tile, each, turn) > shared and max(tile, each) > 16:
+        tile, each = (tile // 2, each) if tile > 64 or each == 16 else (tile, each // 2)
     turns = columns // 256 if weight.kind == "int4" else -(-columns // turn)
     programs = -(-outputs // tile) * -(-rows // each)
     splits = 1
     while splits < 16 and programs * splits < processors and turns >= 8 * splits:
         splits *= 2
-    stages = 3 if weight.kind == "int4" and each > 64 else 4
+    stages = max(2, min(4, shared // stage_bytes(weight, tile, each, turn)))
     return Shape(tile, each, turn, 8 if tile * each >= 128 * 128 else 4, stages, splits)
+
+
+def stage_bytes(weight: Packed, outputs: int, rows: int, turn: int) -> int:
+    """Shared memory of what is under way: tiles of the matrix and of rows; of four bits a whole block, with scales."""
+    if weight.kind == "int4":
+        return outputs * (BLOCK // 2 + 4 * PLANES) + rows * 2 * BLOCK
+    return turn * (outputs + rows * (1 if weight.rounds else 2)) + (0 if weight.rounds else turn * outputs)
 
 
 def product(
@@ -200,6 +213,7 @@ def product(
     processors: int,
     shape: Shape | None = None,
     early: bool = False,
+    shared: int = SHARED,
 ) -> Tensor:
     """[R, I], rounded where the weight says so with scales [R], times [O, I] → [R, O]."""
     x = x.contiguous()
@@ -208,7 +222,7 @@ def product(
     out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
     if not rows:
         return out
-    shape = shape or shape_of(weight, rows, processors)
+    shape = shape or shape_of(weight, rows, processors, shared)
     split = shape.splits > 1
     parts = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x.device) if split else out
     scales = weight.scale if row_scale is None else row_scale
