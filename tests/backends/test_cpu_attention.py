@@ -194,11 +194,3 @@ def rotated(x: Tensor, angle: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def test_mixed_dtypes_are_refused(kernels: Kernels) -> None:
-    ops = KernelOps(kernels)
-    q, zeros = torch.zeros(1, 2, 16), torch.zeros(1, dtype=torch.int64)
-    batch = Batch(zeros, zeros, [1], [0], None, True)
-    with pytest.raises(ValueError, match="one dtype"):
-        ops.attention(q, q.bfloat16(), q, None, batch, 1.0)

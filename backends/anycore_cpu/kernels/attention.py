@@ -47,20 +47,71 @@ class KernelPlan:
         self.lengths = batch.seq_lens_device if batch.kv is not None else torch.tensor(batch.query_lens).int()
         self.slots = None if batch.slots is None else batch.slots.contiguous()
         self.tables = None if batch.block_tables is None else batch.block_tables.contiguous()
+        requests, rows = len(batch.query_lens), batch.query_starts[-1]
+        expect("query starts", self.starts, torch.int32, requests + 1)
+        expect("lengths", self.lengths, torch.int32, requests)
+        expect("slots", self.slots, torch.int64, rows)
+        expect("block tables", self.tables, torch.int32, requests, 0 if self.tables is None else self.tables.shape[1])
         return {
             "starts": self.starts.data_ptr(),
             "lengths": self.lengths.data_ptr(),
             "slots": address(self.slots),
             "tables": address(self.tables),
             "table_stride": 0 if self.tables is None else self.tables.shape[1],
-            "rows": batch.query_starts[-1],
-            "requests": len(batch.query_lens),
+            "rows": rows,
+            "requests": requests,
             "block_size": batch.block_size,
         }
 
 
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def expect(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
+    """Refuse what a kernel would read as something else than it is.
+
+    Raises:
+        ValueError: with the two dtypes and shapes.
+    """
+    if tensor is not None and (tensor.dtype != dtype or tensor.shape != shape):
+        held = f"{tensor.dtype} {tuple(tensor.shape)}"
+        raise ValueError(f"{name}: the kernel reads {dtype} {shape}, and was given {held}")
+
+
+def check_layer(
+    plan: KernelPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: Tensor | None,
+    window: int | None,
+    norms: HeadNorms | None,
+    angles: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Refuse a call whose tensors do not belong together: the kernel would read beside them."""
+    rows, dim, kv_heads = plan.common["rows"], q.shape[-1], k.shape[-2]
+    if q.dtype not in DTYPES:
+        raise ValueError(f"attention takes float32 or bfloat16, not {q.dtype}")
+    if q.dim() != 3 or kv_heads < 1 or q.shape[1] % kv_heads != 0 or dim < 1:
+        raise ValueError(f"attention takes q [rows, heads, D] and fewer heads of k: {tuple(q.shape)}, {tuple(k.shape)}")
+    expect("q", q, q.dtype, rows, q.shape[1], dim)
+    expect("k", k, q.dtype, rows, kv_heads, dim)
+    expect("v", v, q.dtype, rows, kv_heads, dim)
+    if any(x.stride()[1:] != (dim, 1) and x.numel() > 0 for x in (q, k, v)):
+        raise ValueError(
+            f"heads of one row lie side by side, {(dim, 1)} apart: {q.stride()}, {k.stride()}, {v.stride()}"
+        )
+    if cache is not None:
+        expect("cache", cache, q.dtype, len(cache), kv_heads, 2, plan.batch.block_size, dim)
+        if plan.slots is None or plan.tables is None or not cache.is_contiguous():
+            raise ValueError("a cache is one run of memory, and is used with slots and block tables")
+    if window is not None and window < 1:
+        raise ValueError(f"window: at least 1 token, not {window}")
+    for name, weight in zip(("q_norm", "k_norm"), norms or (), strict=False):
+        expect(name, weight, torch.float32, dim)
+    for name, turns in zip(("cos", "sin"), angles or (), strict=False):
+        expect(name, turns, torch.float32, rows, dim // 2)
 
 
 def arguments(
@@ -77,9 +128,7 @@ def arguments(
     angles: tuple[Tensor, Tensor] | None,
 ) -> Arguments:
     """One layer's call. The tensors must outlive it, and have their heads side by side."""
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype or (cache is not None and cache.dtype != q.dtype):
-        held = "" if cache is None else f", in a cache of {cache.dtype}"
-        raise ValueError(f"attention takes q, k, v of one dtype, float32 or bfloat16: {q.dtype}, {k.dtype}{held}")
+    check_layer(plan, q, k, v, cache, window, norms, angles)
     return Arguments(
         q=q.data_ptr(),
         k=k.data_ptr(),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anycore.contract.batch import Sampling
-from anycore_cpu.kernels.attention import address
+from anycore_cpu.kernels.attention import address, expect
 from anycore_cpu.kernels.library import Kernels, is_wide
 
 TABLES = 3  # of one sum
@@ -26,6 +26,7 @@ def gather(kernels: Kernels, parts: Sequence[tuple[Tensor | None, Tensor]], scal
             raise ValueError(f"tables are whole rows of {width} {dtype}, not of {table.dtype} {tuple(table.shape)}")
         if ids is not None and (ids.dtype != torch.int64 or not ids.is_contiguous()):
             raise ValueError(f"ids are int64, side by side, not {ids.dtype} {ids.stride()} apart")
+        expect("ids", ids, torch.int64, rows)
         given += [table.data_ptr(), address(ids), len(table)]
     given += [None, None, 0] * (TABLES - len(parts))
     kernels.library.anycore_gather(*given, rows, width, scale, is_wide(dtype), out.data_ptr())
@@ -35,6 +36,8 @@ def gather(kernels: Kernels, parts: Sequence[tuple[Tensor | None, Tensor]], scal
 def angles(kernels: Kernels, positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """cos and sin [T, D/2] of positions [T] times frequencies [D/2]."""
     rows, size = len(positions), len(frequencies)
+    expect("positions", positions, torch.int64, rows)
+    expect("frequencies", frequencies, torch.float32, size)
     cos, sin = torch.empty(rows, size, dtype=torch.float32), torch.empty(rows, size, dtype=torch.float32)
     positions, frequencies = positions.contiguous(), frequencies.contiguous()
     kernels.library.anycore_angles(
@@ -46,6 +49,7 @@ def angles(kernels: Kernels, positions: Tensor, frequencies: Tensor, scale: floa
 def pool(kernels: Kernels, rows: Tensor, starts: Tensor, kind: str) -> Tensor:
     """Rows [T, H], of which each request has those from one start [B + 1] int32 to the next → [B, H] float32."""
     rows, starts, width = rows.contiguous(), starts.contiguous(), rows.shape[1]
+    expect("starts", starts, torch.int32, len(starts))
     out = torch.empty(len(starts) - 1, width, dtype=torch.float32)
     kernels.library.anycore_pool(
         rows.data_ptr(), starts.data_ptr(), len(out), width, kind == "mean", is_wide(rows.dtype), out.data_ptr()
@@ -56,6 +60,10 @@ def pool(kernels: Kernels, rows: Tensor, starts: Tensor, kind: str) -> Tensor:
 def choose(kernels: Kernels, logits: Tensor, params: Sampling) -> tuple[Tensor, Tensor]:
     """Ids [R] by logits [R, V] float32, which are edited already, and whether these are finite."""
     rows, count = logits.shape
+    expect("logits", logits, torch.float32, rows, count)
+    numbers = {"temperature": torch.float32, "uniforms": torch.float64, "top_k": torch.int64}
+    for name in ("temperature", "uniforms", "top_k", "top_p", "min_p"):
+        expect(name, getattr(params, name), numbers.get(name, torch.float32), rows)
     logits = logits.contiguous()
     ids, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
     filters = (params.top_k, params.top_p, params.min_p)

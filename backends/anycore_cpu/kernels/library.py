@@ -17,7 +17,7 @@ from torch import Tensor
 from anycore.contract.ops import HeadNorms
 from anycore.errors import ConfigError
 from anycore_cpu.kernels import build, quantised
-from anycore_cpu.kernels.attention import DTYPES, Arguments, KernelPlan, address, arguments
+from anycore_cpu.kernels.attention import DTYPES, Arguments, KernelPlan, address, arguments, expect
 from anycore_cpu.kernels.recording import Arena, Call, OnlyKernels, Recorder
 
 log = logging.getLogger(__name__)
@@ -115,6 +115,7 @@ class Kernels:
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         bias = None if bias is None else bias.to(dtype).contiguous()
+        expect("bias", bias, dtype, matrix.outputs)
         out = torch.empty(*x.shape[:-1], matrix.outputs, dtype=torch.float32 if wide else dtype)
         self._library.anycore_linear(
             rows.data_ptr(),
@@ -167,8 +168,11 @@ class Kernels:
         wide = is_wide(x.dtype)
         x, residual = x.contiguous(), None if residual is None else residual.to(x.dtype).contiguous()
         weight, bias = weight.float().contiguous(), None if bias is None else bias.float().contiguous()
-        out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
         width = x.shape[-1]
+        expect("residual", residual, x.dtype, *x.shape)
+        expect("weight", weight, torch.float32, width)
+        expect("bias", bias, torch.float32, width)
+        out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
         self._library.anycore_norm(
             x.data_ptr(),
             address(residual),
@@ -189,6 +193,8 @@ class Kernels:
         wide = is_wide(x.dtype)
         if kind not in ACTIVATIONS:
             raise ValueError(f"activation {kind!r} is not one of {', '.join(ACTIVATIONS)}")
+        if gated and x.shape[-1] % 2 != 0:
+            raise ValueError(f"a gated activation takes rows of two halves, not of {x.shape[-1]}")
         x = x.contiguous()
         width = x.shape[-1] // (2 if gated else 1)
         out = torch.empty(*x.shape[:-1], width, dtype=x.dtype)
