@@ -12,15 +12,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
-from safetensors.torch import save_file
+from reference import edit, load, packed, plain_backend, prompts
+from safetensors.torch import load_file, save_file
 
+from anycore.cli.main import main
 from anycore.contract.formats import Format
 from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight
 from anycore.errors import AnycoreError, Unsupported, WeightsError
+from anycore.models import loader
 from anycore.models.checkpoint import Ordered, open_checkpoint
 from anycore.models.quantised import QuantisedFolder
+from anycore.models.quantization import quantization
 from anycore.models.source import Source
+from anycore.models.spec import read_spec
 from anycore.models.words import pack, unpack
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -482,3 +488,116 @@ def test_words_written_are_read(bits: int) -> None:
     written = pack(numbers, bits)
     assert torch.equal(written, packed_rows(numbers.numpy(), bits))
     assert torch.equal(unpack(written, bits)[:, :21], numbers)
+
+
+# Whole models: what config.json announces is what the files hold, and layers compute with what weights stand for.
+
+
+def quantised_model(path: Path, settings: dict[str, Any], write: Callable[[str, Array, int], Tensors]) -> Path:
+    """A tiny Llama, its seven matrices a layer written by `write` (layer, numbers, seed); others stay as they are."""
+    folder = tiny.tiny_lm(path / "quantised", layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, tied=True)
+    tensors: Tensors = {}
+    for seed, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
+        layer = name.removesuffix(".weight")
+        tensors |= write(layer, tensor.double().numpy(), seed) if name.endswith("_proj.weight") else {name: tensor}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    edit(folder, quantization_config=settings)
+    return folder
+
+
+def rounded(matrix: Array, groups: Array) -> tuple[Array, Array, Array]:
+    """Numbers, zero points and scales of four bits, of inputs that belong to `groups`."""
+    count = groups.max() + 1
+    scale, zero = np.empty((len(matrix), count)), np.empty((len(matrix), count), int)
+    for group in range(count):
+        part = matrix[:, groups == group]
+        low, high = np.minimum(part.min(1), -1e-3), np.maximum(part.max(1), 1e-3)
+        scale[:, group] = np.float16((high - low) / 14)
+        zero[:, group] = np.clip(np.round(-low / scale[:, group]), 1, 15)
+    return np.clip(np.round(matrix / scale[:, groups] + zero[:, groups]), 0, 15).astype(int), zero, scale
+
+
+def awq_layer(layer: str, matrix: Array, seed: int) -> Tensors:
+    numbers, zero, scale = rounded(matrix, np.arange(matrix.shape[1]) // 32)
+    return {
+        f"{layer}.qweight": awq_words(numbers),
+        f"{layer}.qzeros": awq_words(zero),
+        f"{layer}.scales": torch.tensor(scale.T, dtype=torch.float16),
+    }
+
+
+def gptq_layer(layer: str, matrix: Array, seed: int) -> Tensors:
+    """In the order of activations, which is the same for all that are multiplied by the same inputs."""
+    index = np.random.default_rng(matrix.shape[1]).permutation(np.arange(matrix.shape[1]) // 32)
+    numbers, zero, scale = rounded(matrix, index)
+    return {
+        f"{layer}.qweight": packed_rows(numbers, 4).T,
+        f"{layer}.qzeros": packed_rows(zero.T - 1, 4),
+        f"{layer}.scales": torch.tensor(scale.T, dtype=torch.float16),
+        f"{layer}.g_idx": torch.tensor(index, dtype=torch.int32),
+    }
+
+
+def compressed_layer(layer: str, matrix: Array, seed: int) -> Tensors:
+    scale = np.abs(matrix).max(1, keepdims=True) / 127
+    return {
+        f"{layer}.weight": torch.tensor(np.round(matrix / scale), dtype=torch.int8),
+        f"{layer}.weight_scale": torch.tensor(scale, dtype=torch.float32),
+    }
+
+
+def fp8_layer(layer: str, matrix: Array, seed: int) -> Tensors:
+    scale = float(np.abs(matrix).max()) / 448
+    weight = torch.tensor(matrix / scale, dtype=torch.float32).to(torch.float8_e4m3fn)
+    return {f"{layer}.weight": weight, f"{layer}.weight_scale": torch.tensor(scale, dtype=torch.float32)}
+
+
+MODELS: dict[str, tuple[dict[str, Any], Callable[[str, Array, int], Tensors], str]] = {
+    "awq": (AWQ | {"modules_to_not_convert": None}, awq_layer, "w4a16"),
+    "gptq": (gptq(4, 32, 1, desc_act=True), gptq_layer, "w4a16"),
+    "compressed": (compressed(8) | {"format": "int-quantized", "ignore": ["lm_head"]}, compressed_layer, "w8a8"),
+    "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, fp8_layer, "fp8"),
+}
+
+
+@pytest.mark.parametrize("method", MODELS)
+def test_a_model_computes_with_what_its_weights_stand_for(method: str, tmp_path: Path) -> None:
+    settings, write, scheme = MODELS[method]
+    folder = quantised_model(tmp_path, settings, write)
+    source = Source(str(folder), folder)
+    spec = read_spec(source)
+    assert spec.stored is not None
+    assert (spec.stored.scheme, len(spec.stored.formats)) == (scheme, 2 * 7)
+    loader.check(source, spec)
+    plain = tiny.tiny_lm(tmp_path / "dense", layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, tied=True)
+    meaning = {name: torch.tensor(dense(entry)).float() for name, entry in open_checkpoint(source).tensors()}
+    save_file({name: tensor.contiguous() for name, tensor in meaning.items()}, plain / "model.safetensors")
+    text = prompts(400, 30)[0]
+    kept = quantization(spec, "auto", scheme, 32, tables=False)
+    assert kept is not None
+    assert len(kept.formats) == 2 * 7
+    small = loader.load(source, spec, plain_backend(), "float32", quantization=kept)
+    torch.testing.assert_close(packed(small, [text])[0], packed(load(plain), [text])[0], rtol=0, atol=2e-4)
+    as_dense = loader.load(source, spec, plain_backend(), "float32")
+    torch.testing.assert_close(packed(as_dense, [text])[0], packed(load(plain), [text])[0], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("method", MODELS)
+def test_serve_stops_before_it_is_ready(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale that is none and a layer that is dense though config.json says otherwise: one line, and not 0."""
+    settings, write, _ = MODELS[method]
+    folder = quantised_model(tmp_path, settings, write)
+    path = folder / "model.safetensors"
+    layer, good = "model.layers.1.mlp.down_proj", load_file(path)
+    scales = next(name for name in good if name.startswith(f"{layer}.") and "scale" in name)
+    save_file(good | {scales: torch.full_like(good[scales], float("nan"))}, path)
+    words = ["generate", str(folder), "Hello", "--backend", "cpu", "--max-model-len", "64", "--quantization", "none"]
+    assert main(words) not in (0, 70)
+    assert str(path) in (printed := capsys.readouterr().err)
+    assert scales in printed
+    mixed = {name: tensor for name, tensor in good.items() if not name.startswith(f"{layer}.")}
+    save_file(mixed | {f"{layer}.weight": torch.ones(64, 2 * 64)}, path)
+    assert main(words) not in (0, 70)
+    assert f"{layer}.weight" in capsys.readouterr().err
