@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -15,6 +16,7 @@ BACKEND = "cuda"
 def main() -> None:
     task, folder, share = sys.argv[1], sys.argv[2], float(sys.argv[3])
     common = {"task": task, "backend": BACKEND, "memory_utilization": share, "max_queued": 8192}
+    common["quantization"] = os.environ.get("SCHEME", "auto")
     if task == "rerank":
         from anycore.llm import LLM
 

@@ -5,6 +5,7 @@ Its settings are those of the other engines; where it recommends one call for al
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -19,7 +20,7 @@ def main() -> None:
     if task == "generate":
         llm = LLM(
             folder, skip_tokenizer_init=True, max_model_len=4096, gpu_memory_utilization=share, max_num_seqs=256,
-            enable_prefix_caching=True, seed=0,
+            enable_prefix_caching=True, seed=0, quantization=os.environ.get("SCHEME"),
         )  # fmt: skip
     else:
         llm = LLM(

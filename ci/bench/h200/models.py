@@ -1,6 +1,8 @@
 """Writes model folders with random weights and a made-up tokenizer, which every engine loads as it loads real ones.
 
 models.py DIR qwen2.5-0.5b qwen2.5-7b bge-base-like qwen3-embedding-0.6b-like bge-reranker-base-like
+
+NAME-w8a8 and NAME-w4a16 (symmetric, groups of 128) hold the layers' matrices as compressed-tensors checkpoints do.
 """
 
 from __future__ import annotations
@@ -28,6 +30,19 @@ RERANKER = {
     "label2id": {"LABEL_0": 0},
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {**FOLDERS, "bge-reranker-base-like": RERANKER}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "w8a8": {
+        "format": "int-quantized",
+        "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+    },
+    "w4a16": {
+        "format": "pack-quantized",
+        "weights": {
+            "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False,
+        },
+    },
+}  # fmt: skip
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
 END = "<|endoftext|>"
 
@@ -38,17 +53,30 @@ def main() -> None:
         start = time.perf_counter()
         folder = Path(root) / name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(MODELS[name]))
-        write_tokenizer(folder, MODELS[name])
-        write_weights(folder, MODELS[name])
+        base, _, last = name.rpartition("-")
+        scheme = last if last in SCHEMES else None
+        config = MODELS[base if scheme else name]
+        (folder / "config.json").write_text(json.dumps(config | (about(scheme) if scheme else {})))
+        write_tokenizer(folder, config)
+        write_weights(folder, config, scheme)
         tell(folder=name, seconds=round(time.perf_counter() - start, 1))
 
 
-def write_weights(folder: Path, config: dict[str, Any]) -> None:
+def about(scheme: str) -> dict[str, Any]:
+    """What config.json says of a scheme."""
+    group = {"targets": ["Linear"]} | {key: value for key, value in SCHEMES[scheme].items() if key != "format"}
+    method = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+    return {
+        "quantization_config": method
+        | {"format": SCHEMES[scheme]["format"], "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    }
+
+
+def write_weights(folder: Path, config: dict[str, Any], scheme: str | None = None) -> None:
     """Small numbers in matrices, ones in norms, zeros in biases, under the names that transformers gives them."""
     kind = getattr(transformers, config["architectures"][0])
     with torch.device("meta"):
-        model = kind(transformers.AutoConfig.from_pretrained(folder))
+        model = kind(transformers.AutoConfig.for_model(**config))
     tied = set(getattr(model, "all_tied_weights_keys", {})) if config.get("tie_word_embeddings") else set()
     saved = {name for name, _ in model.named_parameters(remove_duplicate=False)} - tied
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name in saved}
@@ -58,8 +86,14 @@ def write_weights(folder: Path, config: dict[str, Any]) -> None:
     index = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        index |= dict.fromkeys(names, file)
-        save_file({name: filled(name, shapes[name], numbers) for name in names}, folder / file, {"format": "pt"})
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            if scheme and "_proj." in name and len(shapes[name]) == 2:
+                tensors |= quantised(name, shapes[name], scheme, numbers)
+            else:
+                tensors[name] = filled(name, shapes[name], numbers)
+        index |= dict.fromkeys(tensors, file)
+        save_file(tensors, folder / file, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
@@ -80,6 +114,23 @@ def filled(name: str, shape: tuple[int, ...], numbers: torch.Tensor) -> torch.Te
         return torch.full(shape, float(name.endswith("weight")), dtype=numbers.dtype)
     size = prod(shape)
     return numbers.repeat(-(-size // len(numbers)))[:size].view(shape).clone()
+
+
+def quantised(name: str, shape: tuple[int, ...], scheme: str, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Random whole numbers, and scales that make them as large as `filled` ones."""
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(1)
+    if scheme == "w8a8":
+        few = torch.randint(-127, 128, (1 << 24,), dtype=torch.int8, generator=generator)
+        data = few.repeat(-(-rows * columns // len(few)))[: rows * columns].view(shape).clone()
+        return {name: data, f"{name}_scale": torch.full((rows, 1), 0.02 / 73, dtype=numbers.dtype)}
+    few = torch.randint(-(1 << 31), 1 << 31, (1 << 22,), generator=generator).int()
+    words = rows * columns // 8
+    return {
+        f"{name}_packed": few.repeat(-(-words // len(few)))[:words].view(rows, columns // 8).clone(),
+        f"{name}_scale": torch.full((rows, columns // 128), 0.02 / 4.6, dtype=numbers.dtype),
+        f"{name}_shape": torch.tensor(shape),
+    }
 
 
 def write_tokenizer(folder: Path, config: dict[str, Any]) -> None:
