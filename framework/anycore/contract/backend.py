@@ -94,9 +94,10 @@ class Memory:
     def download(self, tensors: Sequence[Tensor]) -> Download:
         """Begin to copy tensors to the host; what is returned waits for these copies only and gives them.
 
-        Work that is launched afterwards is not waited for.
+        Work that is launched afterwards is not waited for, and may overwrite the tensors.
         """
-        return lambda: [tensor.cpu() for tensor in tensors]
+        kept = [tensor.clone() for tensor in tensors]
+        return lambda: [tensor.cpu() for tensor in kept]
 
 
 @dataclass
@@ -108,7 +109,10 @@ class StepOutput:
 
 
 StepFn = Callable[[Batch, "Sampling | None"], StepOutput]
-"""One whole step: embedding, layers, output rows and, if `Sampling` is given, logits and sampling."""
+"""One whole step: embedding, layers, output rows and, if `Sampling` is given, logits and sampling.
+
+What it leaves on the device may be overwritten by the next step.
+"""
 
 
 @dataclass(frozen=True)
