@@ -46,7 +46,7 @@ ALLOWED = {
     "__init__": set(),
 }
 # The conformance kit drives what it tests.
-KIT = {"contract/testing.py", "contract/endtoend.py", "contract/endtoend_faults.py"}
+KIT = {f"contract/{name}.py" for name in ("testing", "endtoend", "endtoend_faults", "endtoend_weights")}
 KIT_ALLOWED = {CONTRACT, ENGINE, MODELS, *COMMON, *LOADING}
 FOR_TYPES = {  # further imports that only a type checker sees
     "plugins": {"engine.request", "models.spec"},

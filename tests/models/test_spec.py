@@ -330,7 +330,7 @@ def test_architectures_of_plugins_win(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "word"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, Unsupported, "awq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, Unsupported, "hqq"),
         ({"hidden_size": None}, ConfigError, "hidden_size"),
         ({"vocab_size": 0}, ConfigError, "vocab_size"),
         ({"num_key_value_heads": 3}, ConfigError, "num_key_value_heads"),
