@@ -108,10 +108,12 @@ def check_layer(
             raise ValueError("a cache is one run of memory, and is used with slots and block tables")
     if window is not None and window < 1:
         raise ValueError(f"window: at least 1 token, not {window}")
-    for name, weight in zip(("q_norm", "k_norm"), norms or (), strict=False):
-        expect(name, weight, torch.float32, dim)
-    for name, turns in zip(("cos", "sin"), angles or (), strict=False):
-        expect(name, turns, torch.float32, rows, dim // 2)
+    if norms is not None:
+        expect("q_norm", norms[0], torch.float32, dim)
+        expect("k_norm", norms[1], torch.float32, dim)
+    if angles is not None:
+        expect("cos", angles[0], torch.float32, rows, dim // 2)
+        expect("sin", angles[1], torch.float32, rows, dim // 2)
 
 
 def arguments(

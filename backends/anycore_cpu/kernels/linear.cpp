@@ -55,18 +55,23 @@ void linear(const T* x, long rows, long stride, const T* packed, long inputs, lo
         parallel_for(panels * blocks, task);
 }
 
-// weight [outputs, inputs] with rows `stride` apart → panels.
+// weight [outputs, inputs] with rows `stride` apart → panels. Rows are read as they lie, some inputs at a time, so that
+// what is written meanwhile stays in the first cache.
 template <class T>
 void pack(const T* weight, long stride, long outputs, long inputs, T* packed) {
-    constexpr long TOGETHER = sizeof(T) == 2 ? 2 : 1;
+    constexpr long TOGETHER = sizeof(T) == 2 ? 2 : 1, SOME = 256;
     const long padded = padded_inputs<T>(inputs);
     parallel_for((outputs + COLUMNS - 1) / COLUMNS, [&](long panel) {
         T* to = packed + panel * COLUMNS * padded;
-        for (long k = 0; k < padded; k++)
-            for (long c = 0; c < COLUMNS; c++) {
-                const long row = panel * COLUMNS + c;
-                to[(k / TOGETHER * COLUMNS + c) * TOGETHER + k % TOGETHER] =
-                    row < outputs && k < inputs ? weight[row * stride + k] : T{};
+        const long columns = std::min<long>(COLUMNS, outputs - panel * COLUMNS), whole = inputs / TOGETHER * TOGETHER;
+        if (columns < COLUMNS || whole < padded) std::fill_n(to, COLUMNS * padded, T{});
+        for (long first = 0; first < inputs; first += SOME)
+            for (long c = 0; c < columns; c++) {
+                const T* from = weight + (panel * COLUMNS + c) * stride;
+                const long end = std::min(whole, first + SOME);
+                for (long k = first; k < end; k += TOGETHER)
+                    std::memcpy(to + k * COLUMNS + c * TOGETHER, from + k, TOGETHER * sizeof(T));
+                if (whole < inputs && first + SOME >= inputs) to[whole * COLUMNS + c * TOGETHER] = from[whole];
             }
     });
 }
