@@ -80,3 +80,21 @@ def _packed(shape: StepShape) -> Bytes:
     copies = shape.element * padded * (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     seen = shape.longest + ALIGNED if shape.window else 1
     return copies, 4 * padded * seen, (WITH_A_WINDOW if shape.window else 4) * padded * seen
+
+
+REQUESTS = 64
+"""Most requests of a recorded decode step."""
+
+TEXT_ROWS = 128
+"""Most rows of a recorded text."""
+
+
+def recorded(shape: StepShape) -> int:
+    """What recorded steps take: the widest moment of the largest one, and the buffers that batches are copied to."""
+    if not build.available(processor_flags()):
+        return 0
+    rows = min(shape.seqs, REQUESTS) if shape.block_size else TEXT_ROWS
+    blocks = -(-shape.longest // shape.block_size) if shape.block_size else 0
+    beside = shape.element * shape.hidden + 16 * shape.head_dim if shape.gated else 0  # a norm's result, angles twice
+    step = activation_bytes(shape, rows) + rows * beside
+    return step + step // 2 + rows * (4 * blocks + 44)  # half as much again lies between pieces that are in use

@@ -19,15 +19,10 @@ from torch import Tensor
 from anycore.contract.backend import StepOutput, WholeStep
 from anycore.contract.batch import Batch, Sampling
 from anycore.contract.sizes import Limits
+from anycore_cpu.costs import REQUESTS, TEXT_ROWS
 from anycore_cpu.kernels.attention import KernelPlan
 from anycore_cpu.kernels.library import Kernels
 from anycore_cpu.kernels.recording import Call, NotRecorded
-
-REQUESTS = 64
-"""Most requests of a recorded decode step."""
-
-TEXT_ROWS = 128
-"""Most rows of a recorded text."""
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +32,21 @@ Kind = tuple[int, bool, bool, bool]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A recorded step: its calls, its batch, which lies in the buffers, and where it leaves the wanted rows."""
+    """A recorded step: its calls, its batch, which lies in the buffers, and where it leaves the wanted rows: a place in
+    memory that others take, too, so that they have to be copied from there at once.
+    """
 
     calls: ctypes.Array[Call]
     kept: list[Any]
     batch: Batch
-    rows: Tensor
+    place: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def rows(self) -> Tensor:
+        rows = torch.empty(self.shape, dtype=self.dtype)
+        ctypes.memmove(rows.data_ptr(), self.place, rows.nbytes)
+        return rows
 
 
 class ReplayStep:
@@ -75,8 +79,7 @@ class ReplayStep:
             return self.step(batch, sampling)
         self._fill(program.batch, batch)
         self.kernels.replay(program.calls)
-        rows = torch.empty_like(program.rows)  # the next replay overwrites its own
-        ctypes.memmove(rows.data_ptr(), program.rows.data_ptr(), rows.nbytes)
+        rows = program.rows()
         if sampling is None:
             return StepOutput(rows)
         return StepOutput(rows, self.step.sample(rows[: len(sampling.temperature)], sampling))
@@ -94,7 +97,8 @@ class ReplayStep:
             self._said.add(str(error))
             return None
         calls, kept = recorder.program()
-        return Program(calls, [kept, mine.plan], mine, rows)
+        assert rows.is_contiguous()
+        return Program(calls, kept, mine, rows.data_ptr(), rows.shape, rows.dtype)
 
     def _batch(self, like: Batch) -> Batch:
         """The first places of the buffers, as a batch of the same kind."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anycore.contract.declare import BackendSpec, Level, Support, Task
-from anycore_cpu.costs import workspace
+from anycore_cpu.costs import recorded, workspace
 from anycore_cpu.probe import BF16_CHIPS, OTHER_CHIPS, plain, probe
 
 if TYPE_CHECKING:
@@ -74,5 +74,6 @@ SPEC = BackendSpec(
     copied_dtypes=("float32", "bfloat16"),
     tables=True,
     workspace=workspace,
+    graphs=recorded,
     memory_utilization=0.5,  # the rest of the machine's memory is not ours alone
 )

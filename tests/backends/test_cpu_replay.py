@@ -13,8 +13,9 @@ import torch
 from backends.cpu_kernels import LEVELS, kernels_of
 
 from anycore.engine.engine import Engine
+from anycore_cpu.costs import REQUESTS
 from anycore_cpu.kernels.recording import Arena, NotRecorded
-from anycore_cpu.replay import REQUESTS, ReplayStep
+from anycore_cpu.replay import ReplayStep
 
 DTYPES = ("float32", "bfloat16")
 
@@ -151,18 +152,42 @@ def test_a_step_that_torch_has_a_part_in_is_not_recorded(t_lm: Path, caplog: pyt
 
 
 def test_memory_of_what_is_gone_is_taken_again() -> None:
-    arena = Arena()
+    arena = Arena(1 << 16)
     first = arena.empty(3, 100, dtype=torch.float32)
     place, view = first.data_ptr(), first[1]
     del first
     assert arena.empty(3, 100, dtype=torch.float32).data_ptr() != place  # a view still holds it
     del view
     assert arena.empty(300, dtype=torch.float32).data_ptr() == place
-    held = arena.bytes
-    for _ in range(50):
-        arena.empty(500, dtype=torch.bfloat16)
-    assert arena.bytes == held
     assert arena.empty(2, 0, dtype=torch.float32).shape == (2, 0)
+    with pytest.raises(NotRecorded, match="more than 0 MiB"):
+        arena.empty(1 << 16, dtype=torch.bfloat16)
+
+
+def test_pieces_never_overlap_and_all_come_back() -> None:
+    arena, chance = Arena(1 << 20), random.Random(0)
+    held: list[tuple[torch.Tensor, int]] = []
+    for number in range(2000):
+        if held and chance.random() < 0.5:
+            piece, value = held.pop(chance.randrange(len(held)))
+            assert (piece == value).all()
+        else:
+            piece = arena.empty(chance.randrange(1, 400), dtype=torch.int64)
+            held.append((piece.fill_(number), number))
+    del piece
+    held.clear()
+    assert arena._free == [(0, 1 << 20)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_plan_counts_what_recorded_steps_work_in(t_lm: Path, t_bert: Path, dtype: str) -> None:
+    decoder = engines.engine(t_lm, dtype=dtype, max_num_seqs=12)
+    engines.run(decoder, [[5, 6, 7]] * 12, max_tokens=4)
+    encoder = engines.engine(t_bert, dtype=dtype)
+    engines.run(encoder, [[5] * 128])
+    for made, rows in ((decoder, 12), (encoder, 128)):
+        assert any(kind[0] == rows for kind in recorded(made))
+        assert made.runner._step.kernels._arena.peak <= made.card["memory"]["graphs"]  # type: ignore[attr-defined]
 
 
 def test_a_kernel_that_cannot_be_called_again_says_so(level: str) -> None:

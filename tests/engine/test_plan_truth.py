@@ -82,7 +82,8 @@ def test_bounds_are_looser_where_tiny_models_make_masks_and_padding_large(
 ) -> None:
     windowed = tiny.tiny_lm(tmp_path, family="gemma3", max_positions=2048, window=256)
     assert 0.8 < compare(windowed, dtype=dtype, **DECODER) <= 1
-    assert 0.8 < compare(t_bert, dtype=dtype, max_num_batched_tokens=512) <= 1
+    # Planned for are recorded steps of single texts, too, of which this load has none.
+    assert 0.7 < compare(t_bert, dtype=dtype, max_num_batched_tokens=512) <= 1
 
 
 SMALL = {"max_model_len": 384, "max_num_seqs": 3, "max_num_batched_tokens": 128, "kv_cache_memory": 384 << 20}

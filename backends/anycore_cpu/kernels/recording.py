@@ -4,10 +4,11 @@ that a recorded step works in.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import mmap
 import struct
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,28 +32,46 @@ class Call(ctypes.Structure):
     _fields_ = (("run", ctypes.c_void_p), ("words", ctypes.c_void_p))
 
 
+RESERVED = 256 << 20
+"""Bytes of address space, of which the system gives memory to what is written: the largest recorded step's."""
+
+ALIGNED = 64
+
+
 class Arena:
-    """Memory of recorded steps. What a step has let go of is taken again by its later calls, and by other steps: they
-    run one at a time. Pieces are powers of two, so that steps of different sizes find the same ones.
+    """Memory of recorded steps, which run one at a time: each begins with all of it, and takes again what it has let go
+    of. Pieces are cut where there is first room, so that steps stay close together.
     """
 
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._free: dict[int, list[int]] = defaultdict(list)  # addresses by size
-        self._memory: list[Tensor] = []
+    def __init__(self, size: int = RESERVED) -> None:
+        self.peak = 0  # bytes, of the largest step
+        self._memory = mmap.mmap(-1, size)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._free = [(0, size)]  # offset and size, in order, no two side by side
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """As `torch.empty`; the piece is free again when the last view of it is gone."""
-        count = max(1, torch.Size(shape).numel())
-        size = max(64, 1 << (count * dtype.itemsize - 1).bit_length())
-        if not self._free[size]:
-            self._memory.append(torch.empty(size + 64, dtype=torch.uint8))
-            self._free[size].append(self._memory[-1].data_ptr() + 63 & ~63)
-            self.bytes += size + 64
-        place = self._free[size].pop()
-        piece = (ctypes.c_char * size).from_address(place)  # which torch holds on to
-        weakref.finalize(piece, self._free[size].append, place).atexit = False
-        return torch.frombuffer(piece, dtype=dtype, count=count)[: torch.Size(shape).numel()].view(shape)
+        count = torch.Size(shape).numel()
+        size = max(1, -(-count * dtype.itemsize // ALIGNED)) * ALIGNED
+        for i, (offset, room) in enumerate(self._free):
+            if room >= size:
+                self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
+                break
+        else:
+            raise NotRecorded(f"a step works in more than {len(self._memory) >> 20} MiB")
+        self.peak = max(self.peak, offset + size)
+        piece = (ctypes.c_char * size).from_address(self._start + offset)  # which torch holds on to
+        weakref.finalize(piece, self._release, offset, size).atexit = False
+        return torch.frombuffer(piece, dtype=dtype)[:count].view(shape)
+
+    def _release(self, offset: int, size: int) -> None:
+        at = bisect.bisect(self._free, (offset, size))
+        if at < len(self._free) and self._free[at][0] == offset + size:
+            size += self._free.pop(at)[1]
+        if at > 0 and sum(self._free[at - 1]) == offset:
+            offset, before = self._free.pop(at - 1)
+            at, size = at - 1, size + before
+        self._free.insert(at, (offset, size))
 
 
 class Recorder:
