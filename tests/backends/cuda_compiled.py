@@ -1,7 +1,8 @@
 """Compiles the CUDA backend's kernels for compute capability 9.0 on a machine without a GPU; nothing is computed.
 
 Run as a program of its own (Triton must not interpret): python cuda_compiled.py FOLDER, which holds a decoder. Prints
-as JSON which kernels the rehearsal compiled, and which were still missing in what it stands for.
+as JSON which kernels the rehearsal compiled, and which were still missing in what it stands for; then those of
+quantised products.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from triton.compiler.compiler import CompiledKernel
 
 from anycore.contract.backend import Backend
 from anycore.contract.batch import Batch, Sampling
+from anycore.contract.check_weights import fp8_weight, int4_weight, int8_weight
 from anycore.contract.declare import Task
 from anycore.contract.graphs import GraphStep, NotCaptured
 from anycore.contract.sizes import Limits
@@ -62,7 +65,8 @@ hasty: list[str] = []
 def waits(kernel: Any) -> bool:
     """Whether a kernel waits before it writes, or, unless that is how it reads its weights, reads."""
     before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    touching = ("st.global", "atom.", "red.", *(() if kernel.name == "_matvec" else ("ld.global", "cp.async")))
+    reads = () if kernel.name.endswith("_matvec") else ("ld.global", "cp.async")
+    touching = ("st.global", "atom.", "red.", *reads)
     return bool(wait) and not any(word in before for word in touching)
 
 
@@ -71,6 +75,24 @@ def leave_out(kernel: Any) -> None:
     if kernel.metadata.launch_pdl and not waits(kernel):
         hasty.append(kernel.name)
     kernel.module, kernel.function, kernel._run = "none", 0, lambda *arguments: None
+
+
+def compile_quantised(ops: CudaOps) -> None:
+    """Go through the products of every format, as on a chip that multiplies e4m3."""
+    ops.chip = replace(ops.chip, e4m3=True)
+    generator, bf16 = torch.Generator().manual_seed(0), torch.bfloat16
+    for weight in (
+        int8_weight((64, 320), 320, bf16, generator),
+        int8_weight((64, 320), 32, bf16, generator),
+        int4_weight((64, 320), 32, bf16, generator),
+        fp8_weight((64, 320), bf16, generator),
+    ):
+        packed = ops.pack(weight)
+        for rows in (1, 8):
+            x = torch.zeros(rows, 320, dtype=bf16)
+            ops.norm_linear(x, x, torch.ones(320), 1e-6, packed, None, "silu")
+            ops.logits(x, packed)
+        ops.embedding(torch.zeros(3, dtype=torch.int64), packed)
 
 
 def main(folder: str) -> None:
@@ -117,7 +139,12 @@ def main(folder: str) -> None:
     graphs, batch = seen[0]
     with torch.inference_mode():
         graphs._prepare(batch, LIMITS.max_num_seqs, True, False)
-    print(json.dumps({"rehearsed": sorted(rehearsed), "missing": sorted(compiled), "hasty": hasty}))
+    missing = sorted(compiled)
+    compiled.clear()
+    with torch.inference_mode(), launch.compiling(backend.device):
+        compile_quantised(ops)
+    found = {"rehearsed": sorted(rehearsed), "missing": missing, "hasty": hasty, "quantised": sorted(set(compiled))}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
