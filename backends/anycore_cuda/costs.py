@@ -19,6 +19,9 @@ DENSE = 64 << 20
 SPLIT = 32 << 20
 """Float32 parts of a product with a quantised matrix whose columns are split: two tiles a processor, at most."""
 
+SUMS = 4 * 2 * 264 * 64 * 64
+"""Float32 sums of tiles that programs of a product leave aside: two each, of kernels.products' largest shape."""
+
 GRAPH = 2 << 20
 """A captured step of some hundred launches, in the driver's memory."""
 

@@ -18,13 +18,18 @@ import triton
 from cuda_compiled import Driver, waits
 from triton.compiler.compiler import CompiledKernel
 
-from anycore_cuda.kernels.products import FASTEST, Shape, product
+from anycore_cuda.kernels.products import Shape, product, variant_of
 
-OTHERS = {
-    (3584, 3584, False): ((144, Shape(256, 64, 132, 8, 4)), (256, Shape(128, 64, 132, 8, 4))),
-    (37888, 3584, True): ((144, Shape(128, 64, 132, 8, 4, ahead=4)),),
-}
-"""Compiled as well, so that there is something to look at in any case."""
+IN_USE = [
+    (outs, width, gated, rows, variant_of(outs, width, rows, gated))
+    for outs, width, gated in ((3584, 18944, False), (37888, 3584, True))
+    for rows in (8, 32, 40, 64)
+]
+OTHERS = [
+    (3584, 3584, False, 144, Shape(256, 64, 132, 8, 4)),
+    (37888, 3584, True, 144, Shape(128, 64, 132, 8, 4, ahead=4)),
+]
+"""Of more rows, which are held in two parts."""
 
 
 def stack_of(kernel: Any) -> int:
@@ -49,21 +54,18 @@ def main() -> None:
     CompiledKernel._init_handles = leave_out
     counters = torch.zeros(1 << 12, dtype=torch.int32)
     told: dict[str, dict[str, Any]] = {}
-    for table in (FASTEST, OTHERS):
-        for (outs, width, gate), shapes in table.items():
-            for rows, shape in shapes:
-                if shape is None:
-                    continue
-                made.clear()
-                x = torch.empty(rows, width, dtype=torch.bfloat16)
-                weight = torch.empty(outs, width, dtype=torch.bfloat16)
-                product(x, weight, shape, counters, None, "silu" if gate else None, early=True)
-                for kernel in made:
-                    if kernel.name == "_product":
-                        told[f"{outs}x{width} {rows} {tuple(shape)}"] = {
-                            "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), "stack": stack_of(kernel),
-                            "shared": kernel.metadata.shared, "waits": waits(kernel),
-                        }  # fmt: skip
+    for outs, width, gated, rows, shape in (*IN_USE, *OTHERS):
+        assert shape is not None
+        made.clear()
+        x = torch.empty(rows, width, dtype=torch.bfloat16)
+        weight = torch.empty(outs, width, dtype=torch.bfloat16)
+        product(x, weight, shape, counters, None, "silu" if gated else None, early=True)
+        for kernel in made:
+            if kernel.name == "_product":
+                told[f"{outs}x{width} {rows} {tuple(shape)}"] = {
+                    "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), "stack": stack_of(kernel),
+                    "shared": kernel.metadata.shared, "waits": waits(kernel),
+                }  # fmt: skip
     print(json.dumps(told))
 
 

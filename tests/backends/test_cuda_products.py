@@ -77,17 +77,17 @@ def test_rows_are_held_in_one_or_two_powers_of_2() -> None:
     }  # fmt: skip
 
 
-def test_operations_use_the_shapes_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    fastest = {
-        (40, 48, False): ((8, None), (64, Shape(16, 16, 2, 4, 3))),
-        (44, 48, True): ((64, Shape(16, 16, 3, 4, 3, last=True)),),
-    }
-    monkeypatch.setattr(products, "FASTEST", fastest)
-    assert variant_of(40, 48, 8) is None
-    assert variant_of(40, 48, 9) == Shape(16, 16, 2, 4, 3)
-    assert variant_of(40, 48, 65) is None
-    assert variant_of(44, 48, 9) is None  # without a gate
+def test_large_matrices_times_few_rows_are_multiplied_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert variant_of(3584, 18944, 8) == Shape(64, 128, 264, 4, 5)
+    assert variant_of(37888, 3584, 64, gated=True) == Shape(64, 128, 132, 8, 4)
+    assert variant_of(3584, 18944, 65) is None
+    assert variant_of(4608, 3584, 8) is None
+    assert variant_of(151936, 896, 8) is None
 
+    def small(outs: int, width: int, rows: int, gated: bool = False) -> Shape | None:
+        return Shape(16, 16, 3 if gated else 2, 4, 3) if 9 <= rows <= 64 else None
+
+    monkeypatch.setattr(products, "variant_of", small)
     asked: list[tuple[int, ...]] = []
 
     def watched(x: Tensor, weight: Tensor, *more: object, **options: object) -> Tensor:

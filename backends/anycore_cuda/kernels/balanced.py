@@ -1,8 +1,8 @@
 """Attention of requests with one row each over a paged cache, their keys dealt out evenly among programs.
 
 As many programs are launched as run at a time. All keys of all requests, laid end to end in turns of some keys, are cut
-into equal shares, one a program: whatever the lengths, all end together. `schedule` finds the shares on the device, once
-a step. The query heads that share a KV head are the rows of one matrix product, so each key and value is read once.
+into equal shares, one a program: whatever the lengths, all end together. `schedule` finds the shares on the device,
+once a step. The query heads that share a KV head are the rows of one matrix product: keys and values are read once.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ class Schedule:
 @triton.jit
 def _first(length, window, shared, SHARED: tl.constexpr):
     """The first token to read: without a window, what follows the shared ones, which padding rows do not have."""
-    if SHARED:
-        first = tl.where(length > shared, shared, 0)
-    else:
-        first = tl.maximum(length - window, 0)
-    return first
+    return tl.where(length > shared, shared, 0) if SHARED else tl.maximum(length - window, 0)
 
 
 @triton.jit
@@ -133,7 +129,7 @@ def _decode_shares(
     heads = known[:, None] & (at < DIM)[None, :]
     head = kv_head * group + row
     unit = LOG2E if CAP else scale * LOG2E
-    for place in range(first_place, last_place + tl.where(last_turn > 0, 1, 0)):
+    for place in tl.range(first_place, last_place + tl.where(last_turn > 0, 1, 0)):
         request = place
         if LISTED:
             request = tl.load(requests_ptr + place)
@@ -173,7 +169,7 @@ def _decode_shares(
         best = tl.full([ROWS], float("-inf"), tl.float32)
         weights = tl.zeros(
             [ROWS, KEYS], tl.float32
-        )  # summed over the keys at the end: warps need not meet in each turn
+        )  # summed over the keys at the end: warps meet less often
         acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
         for first in range(begin, end, KEYS):
             token = first + tl.arange(0, KEYS)
@@ -311,7 +307,8 @@ def decode(
     side, block, head, _, _ = cache.stride()
     launch(
         _decode_shares, (shares.programs, kv_heads), q, cache, out, acc, stats, counters, tables, lens,
-        shares.bounds, shares.parts, lens if starts is None else starts, lens if requests is None else requests, *shared,
+        shares.bounds, shares.parts,
+        lens if starts is None else starts, lens if requests is None else requests, *shared,
         q_weight, k_weight, *(angles or (q, q)), lens if raw is None else raw.slots,
         q.stride(0), q.stride(1), tables.stride(0), side, block, head,
         scale, 1 << 30 if window is None else window, softcap or 0.0, group, count, prefix.splits if prefix else 1,
