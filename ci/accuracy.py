@@ -109,7 +109,7 @@ def perplexity(model: Model, ids: list[int]) -> float:
 
 def vectors(model: Model, tokenizer: Tokenizer, sentences: list[str]) -> Tensor:
     """Mean-pooled, of length 1."""
-    pooled = [hidden(model, tokenizer.encode(sentence)).mean(0) for sentence in sentences]
+    pooled = [hidden(model, tokenizer.encode(sentence)[:256]).mean(0) for sentence in sentences]
     return F.normalize(torch.stack(pooled), dim=-1)
 
 
