@@ -21,9 +21,10 @@ from anycore.config import ModelConfig
 from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight
 from anycore.engine.launch import Prepared, build, prepare
 from anycore.errors import ConfigError, Unsupported
-from anycore.models import gathering
+from anycore.models import families, gathering
 from anycore.models.loader import load
 from anycore.models.parameters import canonical
+from anycore.models.quantization import quantization
 from anycore.models.rounding import quantise
 from anycore.plugins import Plugins
 
@@ -132,6 +133,30 @@ def test_loading_takes_no_more_than_the_result_and_a_shard(
     assert model is not None
     assert found.left == pytest.approx(prepared.plan.weights, rel=0.02)
     assert found.peak - shard <= prepared.plan.weights + shard // 4  # a file is mapped, and counted, while it is read
+
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"], "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144, "sliding_window": 512,
+    "max_position_embeddings": 32768,
+}  # fmt: skip
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("w8a8", 0.55), ("fp8", 0.55), ("w4a16", 0.32)])
+@pytest.mark.parametrize("config", [SMOLLM2, GEMMA3, QWEN], ids=["smollm2-135m", "gemma3-270m", "qwen2.5-7b"])
+def test_shares_of_real_models(config: dict[str, Any], scheme: str, most: float) -> None:
+    spec = families.read(config)
+    held = spec.weight_bytes("bfloat16", quantization(spec, scheme, scheme, 32, tables=True))
+    assert 0.9 * most < held / spec.weight_bytes("bfloat16") <= most
 
 
 def decided(prepared: Prepared) -> str:
