@@ -21,6 +21,9 @@ from anycore.engine.request import Request, SamplingParams
 
 MASK = 2**64 - 1
 
+AHEAD = 32
+"""Draws are made for so many steps at a time, at most: for a few rows that takes hardly longer than for one step."""
+
 
 @dataclass
 class SamplerState:
@@ -65,6 +68,8 @@ class Group:
     seeds: Words  # [R]: seed and sequence, mixed
     positions: Words  # [R]: of the token about to be sampled, within the output
     lasts: float  # further steps in which only the draws change
+    draws: np.ndarray[Any, Any]  # [steps, R]: of the next steps
+    drawn: int = 0  # of these steps
 
 
 class Sampler:
@@ -113,10 +118,15 @@ class Sampler:
 
     def _draws(self, group: Group) -> np.ndarray[Any, Any]:
         """In the device's type for them. What rounding would make 1 stays below it."""
-        numbers: np.ndarray[Any, Any] = draws(group.seeds, group.positions)
-        if self.draw_dtype == torch.float32:
-            numbers = np.minimum(numbers.astype(np.float32), np.nextafter(np.float32(1), np.float32(0)))
-        return numbers
+        if group.drawn == len(group.draws):
+            steps = np.arange(min(max(1, 2 * group.drawn), AHEAD), dtype=np.uint64)
+            group.draws, group.drawn = draws(group.seeds, group.positions + steps[:, None]), 0
+            if self.draw_dtype == torch.float32:
+                below = np.nextafter(np.float32(1), np.float32(0))
+                group.draws = np.minimum(group.draws.astype(np.float32), below)
+        group.drawn += 1
+        row: np.ndarray[Any, Any] = group.draws[group.drawn - 1]
+        return row
 
     def _new_group(self, requests: list[Request]) -> Group:
         rows, positions = [], []
@@ -131,7 +141,8 @@ class Sampler:
         if not self._plain[seats].all():
             sampling = self._extras(requests, sampling)
             lasts = min(map(_lasts, requests))
-        return Group(requests, sampling, self._seeds[seats], np.array(positions, dtype=np.uint64), lasts)
+        none = np.zeros((0, len(rows)))
+        return Group(requests, sampling, self._seeds[seats], np.array(positions, dtype=np.uint64), lasts, none)
 
     def _seat(self, request: Request) -> None:
         state = self._state(request)
