@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,17 @@ def test_who_decided(t_lm: Path) -> None:
     assert decided(ready(t_lm, keeping())) == "quantization = none (model)"
     assert decided(ready(t_lm, keeping(), quantization="none")) == "quantization = none (flag)"
     assert decided(ready(t_lm, keeping(), quantization="bits=8")).startswith("quantization = w8a8 (flag: ")
+
+
+def test_float32_gives_way_to_what_quantised_weights_are_multiplied_by(t_lm: Path) -> None:
+    loaded = keeping()
+    (backend,) = loaded.backends
+    rows = tuple(replace(row, schemes=row.schemes * (row.weights == ("bfloat16",))) for row in backend.support)
+    loaded = replace(loaded, backends=(replace(backend, support=rows),))
+    tiny_float32 = ready(t_lm, loaded, dtype="auto", quantization="w8a8")
+    assert (tiny_float32.spec.dtype, tiny_float32.wish.dtype) == ("float32", "bfloat16")
+    assert any("beside w8a8 weights" in why for why in tiny_float32.adjustments)
+    assert ready(t_lm, loaded, dtype="auto").wish.dtype == "float32"
 
 
 def test_patterns_name_something(t_lm: Path) -> None:

@@ -309,14 +309,21 @@ def task_of(config: ModelConfig, spec: ModelSpec) -> Task:
 
 def needs_of(config: ModelConfig, source: Source, spec: ModelSpec, task: Task) -> NeedFor:
     """What to ask of a device: the checkpoint's own formats, or those asked for, and the best data type first."""
-    dtypes = _dtypes(config, spec, source)
-    wanted = [(scheme, dtype) for scheme in schemes(config.quantization, spec.stored) for dtype in dtypes]
+    wanted = [
+        (scheme, dtype)
+        for scheme in schemes(config.quantization, spec.stored)
+        for dtype in _dtypes(config, spec, source, scheme)
+    ]
     return lambda device: [replace(_need(config, spec, task, dtype, device), scheme=scheme) for scheme, dtype in wanted]
 
 
 def prefer_native(choice: Choice, needs: NeedFor) -> Choice:
-    """With `--dtype auto`, prefer a native row to keeping the checkpoint's own type on a slower one."""
+    """With `--dtype auto`, prefer a native row to keeping the checkpoint's own type on a slower one.
+
+    Where none is native, the earlier row is the better one.
+    """
     wanted = needs(choice.device)
+    rows = choice.spec.support
     for need in [wanted] if isinstance(wanted, Need) else wanted:
         if choice.support.level is Level.NATIVE:
             break
@@ -326,22 +333,23 @@ def prefer_native(choice: Choice, needs: NeedFor) -> Choice:
             support = find(choice.spec.support, need)
         except Unsupported:
             continue
-        if support.level is Level.NATIVE:
+        if support.level is Level.NATIVE or rows.index(support) < rows.index(choice.support):
             choice = replace(choice, need=need, support=support)
     return choice
 
 
-def _dtypes(config: ModelConfig, spec: ModelSpec, source: Source) -> list[str]:
+def _dtypes(config: ModelConfig, spec: ModelSpec, source: Source, scheme: str | None) -> list[str]:
     """Types to try, best first. float16 is never chosen in place of another: its range is too small (65,504).
 
     A folder that does not name its type is float32, as in transformers; a GGUF file's blocks have no type of their
-    own, and bfloat16 holds what they are precise to.
+    own, and bfloat16 holds what they are precise to. So it does beside weights that are quantised anyway, where a
+    backend multiplies those by it only.
     """
     if config.dtype != "auto":
         return [config.dtype]
     unsaid = "bfloat16" if source.gguf else "float32"
     own = spec.dtype if spec.dtype in DTYPES else unsaid
-    return list(dict.fromkeys([own, "float32"]))
+    return list(dict.fromkeys([own, "float32"] if scheme is None else [own, "bfloat16", "float32"]))
 
 
 def _need(config: ModelConfig, spec: ModelSpec, task: Task, dtype: str, device: Device) -> Need:

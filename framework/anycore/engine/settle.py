@@ -83,7 +83,7 @@ def settle(
             "; ".join(choice.notices),
             adjusted=choice.fell_back,
         ),
-        _dtype(config, spec, wish.dtype),
+        _dtype(config, spec, choice),
         _quantization(config, spec, choice, wish),
         Decision(
             "max_model_len",
@@ -124,12 +124,14 @@ def _own_length(spec: ModelSpec) -> int | None:
     return min(spec.pooling.max_length, spec.max_positions)
 
 
-def _dtype(config: ModelConfig, spec: ModelSpec, dtype: str) -> Decision:
+def _dtype(config: ModelConfig, spec: ModelSpec, choice: Choice) -> Decision:
+    dtype, scheme = choice.need.weights, choice.need.scheme
     if config.dtype != "auto":
         return Decision("dtype", dtype, "flag")
     if spec.dtype in (None, dtype):
         return Decision("dtype", dtype, "model" if spec.dtype else "backend")
-    why = f"the checkpoint is {spec.dtype}, which this device does not compute natively"
+    beside = f" beside {scheme} weights" if scheme else ""
+    why = f"the checkpoint is {spec.dtype}, which this device does not compute natively{beside}"
     return Decision("dtype", dtype, "backend", why, adjusted=True)
 
 
