@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from anycore.contract.costs import StepShape, graph_bytes
 
-RUNTIME = 640 << 20
-"""The context with the kernels that are loaded into it, and pinned buffers' counterparts."""
+RUNTIME = 780 << 20
+"""The context with the kernels that are loaded into it, and pinned buffers' counterparts (an H200: 777 to 779 MiB)."""
 
 LIBRARIES = 2 * (32 << 20)
 """cuBLAS's workspace on Hopper, the largest, for the stream that steps run on and for the one they are captured on."""
@@ -30,7 +30,7 @@ def workspace(shape: StepShape) -> int:
     """Libraries, the float32 parts of results that programs leave to be joined, and tiles of quantised matrices."""
     group = max(16, shape.heads // shape.kv_heads)
     programs = max(2 * PARTS, shape.seqs * shape.kv_heads)
-    joined = 4 * programs * group * (max(16, shape.head_dim) + 2)
+    joined = max(SUMS, 4 * programs * group * (max(16, shape.head_dim) + 2))
     return LIBRARIES + joined + (DENSE + SPLIT if shape.quantised else 0)
 
 
