@@ -54,7 +54,7 @@ def usable_cores() -> int:
 
 
 def chip() -> str:
-    """The best of CHIPS whose flags this processor has, plain if kernels cannot run; else the bare machine name."""
+    """The best of CHIPS whose flags this processor has, else the bare machine name; -plain if plain torch computes."""
     flags = processor_flags()
     for name, wanted in CHIPS.items():
         if not flags.isdisjoint(wanted):

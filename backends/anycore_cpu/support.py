@@ -33,6 +33,7 @@ BIDIRECTIONAL = Support(
     features=("sliding_window", "softcap", "token_types"),
 )
 SLOW_BF16 = "this processor has no bfloat16 instructions: right, but slower than float32"
+PLAIN = "without kernels of our own plain torch computes, right but slower: anycore doctor says why there are none"
 NO_FLOAT16 = "processors compute float16 through float32, at half the range: take --dtype bfloat16 or float32"
 
 
@@ -41,17 +42,15 @@ SCHEMES = ("w8a8", "w4a16", "gguf")
 
 
 def rows(shape: Support) -> tuple[Support, ...]:
-    """The lines of one kind of attention: float32, bfloat16 where the chip has it, bfloat16 elsewhere, float16.
-
-    Quantised weights stay small where our own kernels run.
-    """
-    narrow = replace(shape, weights=("bfloat16",))
+    """The lines of one kind of attention, better ones first. Where our own kernels run, quantised weights are kept."""
+    narrow = replace(shape, weights=("bfloat16",), schemes=SCHEMES)
     return (
-        shape,
-        replace(narrow, chips=BF16_CHIPS, schemes=SCHEMES, note=ROUNDED),
-        replace(narrow, chips=plain(BF16_CHIPS)),
-        replace(narrow, level=Level.REFERENCE, chips=OTHER_CHIPS, schemes=SCHEMES, note=f"{SLOW_BF16}; {ROUNDED}"),
-        replace(narrow, level=Level.REFERENCE, note=SLOW_BF16),
+        replace(shape, chips=BF16_CHIPS + OTHER_CHIPS),
+        replace(narrow, chips=BF16_CHIPS, note=ROUNDED),
+        replace(narrow, level=Level.REFERENCE, chips=OTHER_CHIPS, note=f"{SLOW_BF16}; {ROUNDED}"),
+        replace(shape, weights=("bfloat16",), level=Level.REFERENCE, chips=plain(BF16_CHIPS), note=PLAIN),
+        replace(shape, level=Level.REFERENCE, note=PLAIN),
+        replace(shape, weights=("bfloat16",), level=Level.REFERENCE, note=f"{PLAIN}; {SLOW_BF16}"),
         replace(shape, weights=("float16",), level=Level.UNSUPPORTED, note=NO_FLOAT16),
     )
 

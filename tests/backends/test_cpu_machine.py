@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from anycore.choose import Choice
 from anycore.contract import host
-from anycore.contract.declare import Level, Need, Task, find, mismatches
+from anycore.contract.declare import Device, Level, Need, Task, find, mismatches
 from anycore.contract.weights import DenseWeight
+from anycore.engine.launch import prefer_native
 from anycore.errors import PluginError
 from anycore_cpu import packed, probe, support
 from anycore_cpu.attention import CALL_COST, grouped
@@ -89,7 +91,10 @@ def test_bfloat16_is_native_where_the_chip_multiplies_it(
         monkeypatch.setattr(build, "available", lambda flags, kernels=kernels: kernels)
         assert probe.chip() == (chip if kernels else f"{chip}-plain")
         need = Need(Task.GENERATE, "causal", "LlamaForCausalLM", "bfloat16", 64, chip=probe.chip())
-        assert find(support.SPEC.support, need).level is level
+        assert find(support.SPEC.support, need).level is (level if kernels else Level.REFERENCE)
+        wide = find(support.SPEC.support, replace(need, weights="float32"))
+        assert wide.level is (Level.NATIVE if kernels else Level.REFERENCE)
+        assert kernels or "anycore doctor says why" in wide.note
         fitting = [row for row in support.SPEC.support if not mismatches(row, replace(need, scheme="w4a16"))]
         assert len(fitting) == kernels
 
@@ -134,3 +139,16 @@ def test_groups_of_like_length_waste_little() -> None:
         assert sum(longest - lengths[i] for i in group) <= CALL_COST
     assert [1, 3, 5] in groups
     assert grouped([0, 1], [4000, 10], window=8) == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype"), [("x86-avx512-bf16-plain", "bfloat16"), ("x86-avx2-plain", "float32"), ("riscv64", "float32")]
+)
+def test_plain_torch_computes_in_what_the_chip_is_fast_at(chip: str, dtype: str) -> None:
+    """A checkpoint in bfloat16, `--dtype auto`: neither type is native there, the rows are in order."""
+    own = Need(Task.GENERATE, "causal", "LlamaForCausalLM", "bfloat16", 64, chip=chip)
+    device = Device(0, "a processor", chip)
+    choice = Choice(support.SPEC, device, own, find(support.SPEC.support, own))
+    found = prefer_native(choice, lambda _: [own, replace(own, weights="float32")])
+    assert found.need.weights == dtype
+    assert found.support.level is Level.REFERENCE
