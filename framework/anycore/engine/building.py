@@ -35,11 +35,13 @@ class BatchBuilder:
         self.memory = memory
         self.limits = limits
         self.kv = kv
-        self.desk = None if spec.token_type_count else desk
+        self.desk = desk
         self.tables = BlockTables(limits)
         self._samples: Samples | None = None  # of the step before
+        self._sampled: list[Request] = []  # whose they are
         self._places = np.full(limits.max_num_seqs, -1, dtype=np.int64)  # of seats in them; -1: not sampled
         self._starts = np.zeros(0, dtype=np.int64)  # first position of each entry of the last batch
+        self._ends = self._starts  # and the one after its last
         self._seats = np.zeros(0, dtype=np.int64)  # of their requests
         self._lens: list[int] = []
         self._shared: int | None = None  # tokens that all share; None: not looked for since the batch has changed
@@ -48,8 +50,9 @@ class BatchBuilder:
     def remember(self, requests: list[Request], samples: Samples | None) -> None:
         """Take note of what the step just launched has sampled, one row a request."""
         self._samples = samples
-        self._places.fill(-1)
-        if samples is not None:
+        if requests is not self._sampled:
+            self._sampled = requests
+            self._places.fill(-1)
             self._places[[request.seat for request in requests]] = np.arange(len(requests))
 
     def build(self, step: Step, output_rows: list[int] | range) -> Batch:
@@ -68,8 +71,9 @@ class BatchBuilder:
         owner = np.repeat(np.arange(len(requests)), lens)
         order = range(len(ids))
         every = output_rows == order or (len(output_rows) == len(order) and output_rows == list(order))
-        self._starts, self._lens, self._shared = starts, lens.tolist(), None
-        if self.desk is not None and every and self.kv is not None and len(ids) == len(requests):
+        self._starts, self._ends, self._lens, self._shared = starts, starts + lens, lens.tolist(), None
+        decodes_only = self.kv is not None and len(ids) == len(requests)
+        if self.desk is not None and every and decodes_only and not self.spec.token_type_count:
             return self._laid_new(self.desk, ids, unseen, sampled)
         arrays = [ids, np.array([] if every else output_rows, dtype=np.int64), unseen, sampled]
         if self.spec.token_type_count:
@@ -92,9 +96,8 @@ class BatchBuilder:
     def next_tokens(self, requests: list[Request]) -> Batch:
         """A step that goes on with the token that the last one sampled for each of its requests, in the same order."""
         assert self._samples is not None
-        count = len(requests)
-        starts = self._starts + np.array(self._lens)
-        self._starts, self._lens = starts, [1] * count
+        count, starts = len(requests), self._ends
+        self._starts, self._ends, self._lens = starts, starts + 1, [1] * count
         grown = self._write_tables(requests, starts)
         if self.desk is not None:
             batch = self._laid(self.desk, grown)
@@ -142,7 +145,7 @@ class BatchBuilder:
         count, size, starts = len(self._starts), self.limits.block_size, self._starts
         desk.lay("positions", starts)
         desk.lay("slots", self.tables.slots(self._seats, starts))
-        desk.lay("lens", starts + 1)
+        desk.lay("lens", self._ends)
         changed = self._shared is None
         if self._shared is None:
             self._shared = self.tables.shared(self._seats, int(starts.min()))
@@ -180,15 +183,12 @@ class BatchBuilder:
             self.desk.send()  # what sampling has laid there
         arrays = [
             positions,
-            (self._starts + lens).astype(np.int32),
+            self._ends.astype(np.int32),
             np.concatenate(([0], np.cumsum(lens))).astype(np.int32),
         ]
         if self.kv is not None:
-            columns = (int((self._starts + lens).max()) - 1) // self.limits.block_size + 1
-            arrays += [
-                self.tables.first(self._seats, columns),
-                self.tables.slots(self._seats[owner], positions),
-            ]
+            columns = (int(self._ends.max()) - 1) // self.limits.block_size + 1
+            arrays += [self.tables.first(self._seats, columns), self.tables.slots(self._seats[owner], positions)]
         decodes = self.kv is not None and len(positions) == len(lens)
         if decodes and self._shared is None:  # the batch has changed
             self._shared = self.tables.shared(self._seats, int(self._starts.min()))
