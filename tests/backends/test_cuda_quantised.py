@@ -37,6 +37,12 @@ def weights_of(shape: tuple[int, int], seed: int = 0) -> list[QuantisedWeight]:
     return [*found, fp8_weight(shape, HALF, generator)]
 
 
+def few_of(shape: tuple[int, int]) -> list[QuantisedWeight]:
+    """One of each kind: int8 in groups of 32, 4 bits in groups of 16, e4m3."""
+    every = weights_of(shape)
+    return [every[2], every[3], every[-1]]
+
+
 def allowed(packed: Packed) -> float:
     """Absolute error of results near 1: of rounded rows, or of 16-bit scales and results."""
     return ({"int8": 4e-2, "e4m3": 1.5e-1}[packed.kind] if packed.rounds else 4e-3) + 4e-3
@@ -151,13 +157,13 @@ def test_rounded_rows_do_not_depend_on_company(rows: int) -> None:
         torch.testing.assert_close(ops.linear(x, packed).double(), exact, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("splits", [1, 3])
 def test_columns_may_be_split(splits: int) -> None:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(20, 1100, generator=generator).half()
-    bias = torch.randn(70, generator=generator).half()
+    bias = torch.randn(20, generator=generator).half()
     for e4m3 in (True, False):
-        for weight in weights_of((70, 1100)):
+        for weight in few_of((20, 1100)):
             packed = pack(weight, e4m3)
             assert isinstance(packed, Packed)
             numbers, scale = (x, None) if not packed.rounds else round_rows(x, packed.kind)[:2]
@@ -172,13 +178,12 @@ def test_many_rows_meet_a_tile_of_the_matrix_at_a_time(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(quantised_dense, "WORKSPACE", 1)
     x = torch.randn(9, 96, generator=torch.Generator().manual_seed(6)).half()
-    for weight in weights_of((300, 96)):
+    for weight, dtype in zip(few_of((140, 96)), (HALF, torch.float32, HALF), strict=True):
         packed = pack(weight, e4m3=False)
         assert isinstance(packed, Packed)
-        for dtype in (HALF, torch.float32):
-            out = dense_product(x, packed, dtype)
-            assert out.dtype == dtype
-            torch.testing.assert_close(out.double(), x.double() @ exact_rows(weight).T, rtol=8e-3, atol=8e-3)
+        out = dense_product(x, packed, dtype)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), x.double() @ exact_rows(weight).T, rtol=8e-3, atol=8e-3)
 
 
 def test_a_few_tiles_are_split_until_the_processors_are_busy() -> None:

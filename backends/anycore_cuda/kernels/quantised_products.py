@@ -183,8 +183,9 @@ SHARED = 227 << 10
 def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -> Shape:
     """What a product with so many rows is made with."""
     outputs, columns = weight.shape
-    tile = 64 if rows <= 32 or outputs < 64 * processors else 128
-    each = min(64 if tile == 64 else 128, max(16, triton.next_power_of_2(rows)))
+    tile = 64 if rows <= 32 or (outputs < 64 * processors and rows <= 256) else 128
+    most = 64 if tile == 64 else 256 if weight.rounds and rows > 256 else 128
+    each = min(most, max(16, triton.next_power_of_2(rows)))
     turn = 128 if weight.rounds else 64
     while 2 * stage_bytes(weight, tile, each, turn) > shared and max(tile, each) > 16:
         tile, each = (tile // 2, each) if tile > 64 or each == 16 else (tile, each // 2)
