@@ -31,35 +31,57 @@ struct Quantised {  // library.py's quantised.Layout
     bool wide_scale() const { return bits == 8 && whole_rows(); }
     long panel() const { return numbers() + scales() + (minimums ? groups() * COLUMNS * 2 : 0); }
     long panels() const { return (outputs + COLUMNS - 1) / COLUMNS; }
+};
 
-    Floats scale(const uint8_t* panel, long group_index, int column) const {
-        const uint8_t* from = panel + numbers();
-        if (wide_scale()) return load(reinterpret_cast<const float*>(from) + column);
-        return load_half(reinterpret_cast<const uint16_t*>(from) + group_index * COLUMNS + column);
+// A panel of a matrix, its sizes worked out once.
+struct Panel {
+    Panel(const Quantised& matrix, long index)
+        : numbers(matrix.packed + index * matrix.panel()),
+          inputs(matrix.padded()),
+          span(matrix.span()),
+          groups(matrix.groups()),
+          step(matrix.step()),
+          bits(matrix.bits),
+          minimums(matrix.minimums != 0),
+          wide_scale(matrix.wide_scale()),
+          scales_(numbers + matrix.numbers()),
+          minimums_(scales_ + matrix.scales()) {}
+
+    const uint8_t* numbers;
+    long inputs, span, groups, step;
+    int bits;
+    bool minimums, wide_scale;
+
+    INLINE Floats scale(long group, int column) const {
+        if (wide_scale) return load(reinterpret_cast<const float*>(scales_) + column);
+        return load_half(reinterpret_cast<const uint16_t*>(scales_) + group * COLUMNS + column);
     }
-    Floats minimum(const uint8_t* panel, long group_index, int column) const {
-        const auto* from = reinterpret_cast<const uint16_t*>(panel + numbers() + scales());
-        return load_half(from + group_index * COLUMNS + column);
+    INLINE Floats minimum(long group, int column) const {
+        return load_half(reinterpret_cast<const uint16_t*>(minimums_) + group * COLUMNS + column);
     }
+
+private:
+    const uint8_t *scales_, *minimums_;
 };
 
 // Rows rounded to int8, and of each group and row its scale, its sum, and what dot products begin with.
 struct RoundedRows {
-    int8_t* numbers;  // [count][padded inputs]
+    int8_t* numbers;  // `width` bytes from row to row
     float *scales, *totals;  // [groups][stride]
     int32_t* starts;
-    long count, stride;  // stride: count, rounded up to 16
+    long width, stride;  // stride: rows, rounded up to 16
+
+    // An odd number of cache lines: rows of a tile would else meet in the same few places of a cache.
+    static long width_of(const Quantised& matrix) { return ((matrix.padded() + 63) / 64 | 1) * 64; }
 };
 
 void round_row(const Quantised& matrix, const bf16* x, long row, const RoundedRows& rounded);
 
 // sums[count][32] = rows first … first + count of `rounded` times a panel.
-void multiply_dots(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first, long count,
-                   float* sums);
+void multiply_dots(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums);
 
 #if defined(__AMX_INT8__)
-void multiply_tiles(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first, long count,
-                    float* sums);
+void multiply_tiles(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums);
 #endif
 
 INLINE Floats add_group(Floats sum, Ints dots, Floats scale, float row_scale) {

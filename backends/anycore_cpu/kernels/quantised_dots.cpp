@@ -44,30 +44,31 @@ INLINE void add_halves(const int8_t* x, long stride, const uint8_t* columns, lon
 }
 
 template <int ROWS, int BITS>
-void multiply_rows(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first, float* out) {
-    const long padded = matrix.padded(), group = matrix.span(), groups = matrix.groups();
-    const int8_t* x = rounded.numbers + first * padded;
+void multiply_rows(const Panel& panel, const RoundedRows& rounded, long first, float* out) {
+    const long width = rounded.width, stride = rounded.stride;
+    const int8_t* x = rounded.numbers + first * width;
+    const float *scales = rounded.scales + first, *totals = rounded.totals + first;
+    const int32_t* starts = rounded.starts + first;
     for (int column = 0; column < COLUMNS; column += VECTORS * LANES) {
         Floats sums[ROWS][VECTORS] = {};
-        for (long g = 0; g < groups; g++) {
-            const long begin = g * group, count = std::min(group, padded - begin);
-            const long place = g * rounded.stride + first;
+        for (long g = 0; g < panel.groups; g++) {
+            const long begin = g * panel.span, count = std::min(panel.span, panel.inputs - begin), place = g * stride;
             Ints dots[ROWS][VECTORS];
             for (int r = 0; r < ROWS; r++)
-                for (int v = 0; v < VECTORS; v++) dots[r][v] = rounded.starts[place + r] - Ints{};
-            const uint8_t* columns = panel + begin * COLUMNS * BITS / 8 + column * 4;
+                for (int v = 0; v < VECTORS; v++) dots[r][v] = starts[place + r] - Ints{};
+            const uint8_t* columns = panel.numbers + begin * COLUMNS * BITS / 8 + column * 4;
             if (BITS == 8)
-                add_bytes<ROWS>(x + begin, padded, columns, count, dots);
+                add_bytes<ROWS>(x + begin, width, columns, count, dots);
             else
-                add_halves<ROWS>(x + begin, padded, columns, count, dots);
+                add_halves<ROWS>(x + begin, width, columns, count, dots);
             for (int v = 0; v < VECTORS; v++) {
-                const Floats scale = matrix.scale(panel, g, column + v * LANES);
+                const Floats scale = panel.scale(g, column + v * LANES);
                 for (int r = 0; r < ROWS; r++)
-                    sums[r][v] = add_group(sums[r][v], dots[r][v], scale, rounded.scales[place + r]);
-                if (matrix.minimums) {
-                    const Floats minimum = matrix.minimum(panel, g, column + v * LANES);
+                    sums[r][v] = add_group(sums[r][v], dots[r][v], scale, scales[place + r]);
+                if (panel.minimums) {
+                    const Floats minimum = panel.minimum(g, column + v * LANES);
                     for (int r = 0; r < ROWS; r++)
-                        sums[r][v] = take_minimum(sums[r][v], minimum, rounded.totals[place + r]);
+                        sums[r][v] = take_minimum(sums[r][v], minimum, totals[place + r]);
                 }
             }
         }
@@ -77,23 +78,21 @@ void multiply_rows(const Quantised& matrix, const uint8_t* panel, const RoundedR
 }
 
 template <int BITS, int... ROWS>
-INLINE void multiply_some(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first,
-                          long count, float* out, std::integer_sequence<int, ROWS...>) {
-    static_cast<void>(
-        ((count == ROWS + 1 && (multiply_rows<ROWS + 1, BITS>(matrix, panel, rounded, first, out), true)) || ...));
+INLINE void multiply_some(const Panel& panel, const RoundedRows& rounded, long first, long count, float* out,
+                          std::integer_sequence<int, ROWS...>) {
+    static_cast<void>(((count == ROWS + 1 && (multiply_rows<ROWS + 1, BITS>(panel, rounded, first, out), true)) || ...));
 }
 
 }  // namespace
 
-void multiply_dots(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first, long count,
-                   float* sums) {
+void multiply_dots(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums) {
     constexpr auto choices = std::make_integer_sequence<int, MOST_ROWS>();
     for (long r = 0; r < count; r += MOST_ROWS, sums += MOST_ROWS * COLUMNS) {
         const long some = std::min<long>(MOST_ROWS, count - r);
-        if (matrix.bits == 8)
-            multiply_some<8>(matrix, panel, rounded, first + r, some, sums, choices);
+        if (panel.bits == 8)
+            multiply_some<8>(panel, rounded, first + r, some, sums, choices);
         else
-            multiply_some<4>(matrix, panel, rounded, first + r, some, sums, choices);
+            multiply_some<4>(panel, rounded, first + r, some, sums, choices);
     }
 }
 

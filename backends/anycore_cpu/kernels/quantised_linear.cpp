@@ -16,12 +16,11 @@ constexpr long SERIAL = 1L << 19;       // products that are done before another
 constexpr long SERIAL_ROWS = 1L << 15;  // numbers that are rounded before another thread has
 [[maybe_unused]] constexpr long TILE_ROWS = 8;  // fewer are multiplied sooner by dot products: the results are equal
 
-void multiply_panel(const Quantised& matrix, const uint8_t* panel, const RoundedRows& rounded, long first, long count,
-                    float* sums) {
+void multiply_panel(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums) {
 #if defined(__AMX_INT8__)
-    if (count >= TILE_ROWS) return multiply_tiles(matrix, panel, rounded, first, count, sums);
+    if (count >= TILE_ROWS) return multiply_tiles(panel, rounded, first, count, sums);
 #endif
-    multiply_dots(matrix, panel, rounded, first, count, sums);
+    multiply_dots(panel, rounded, first, count, sums);
 }
 
 template <class Out>
@@ -42,13 +41,13 @@ void finish(const float* sums, long rows, long columns, float factor, const bf16
 template <class Out>
 void some_rows(const Quantised& matrix, const bf16* x, long rows, long stride, const bf16* bias, Out* out) {
     static thread_local Scratch scratch;
-    const long padded = matrix.padded(), groups = matrix.groups(), lined = (rows + 15) / 16 * 16;
-    scratch.reserve(static_cast<size_t>(rows * padded + groups * lined * 12), 4);
-    const RoundedRows rounded = {scratch.take<int8_t>(rows * padded), scratch.take<float>(groups * lined),
-                                 scratch.take<float>(groups * lined), scratch.take<int32_t>(groups * lined), rows,
+    const long width = RoundedRows::width_of(matrix), groups = matrix.groups(), lined = (rows + 15) / 16 * 16;
+    scratch.reserve(static_cast<size_t>(rows * width + groups * lined * 12), 4);
+    const RoundedRows rounded = {scratch.take<int8_t>(rows * width), scratch.take<float>(groups * lined),
+                                 scratch.take<float>(groups * lined), scratch.take<int32_t>(groups * lined), width,
                                  lined};
     const auto round = [&](long row) { round_row(matrix, x + row * stride, row, rounded); };
-    if (rows * padded < SERIAL_ROWS)
+    if (rows * width < SERIAL_ROWS)
         for (long r = 0; r < rows; r++) round(r);
     else
         parallel_for(rows, round);
@@ -60,11 +59,11 @@ void some_rows(const Quantised& matrix, const bf16* x, long rows, long stride, c
         const long panel = index % panels, first = index / panels * ROWS;
         const long count = std::min(ROWS, rows - first), column = panel * COLUMNS;
         alignas(64) float sums[ROWS * COLUMNS];
-        multiply_panel(matrix, matrix.packed + panel * matrix.panel(), rounded, first, count, sums);
+        multiply_panel(Panel(matrix, panel), rounded, first, count, sums);
         finish(sums, count, std::min<long>(COLUMNS, matrix.outputs - column), matrix.factor,
                bias ? bias + column : nullptr, out + first * matrix.outputs + column, matrix.outputs);
     };
-    if (rows * padded * matrix.outputs < SERIAL)
+    if (rows * width * matrix.outputs < SERIAL)
         for (long i = 0; i < panels * blocks; i++) task(i);
     else
         parallel_for(panels * blocks, task);

@@ -42,14 +42,14 @@ void pack_groups(const Quantised& matrix, const Number* from, long panel, uint8_
 
 template <class Out>
 void unpack_row(const Quantised& matrix, long row, Out* out) {
-    const uint8_t* panel = matrix.packed + row / COLUMNS * matrix.panel();
-    const long column = row % COLUMNS, group = matrix.span();
+    const Panel panel(matrix, row / COLUMNS);
+    const long column = row % COLUMNS;
     const int first = static_cast<int>(column / LANES * LANES), lane = static_cast<int>(column % LANES);
     for (long g = 0, k = 0; k < matrix.inputs; g++) {
-        const float scale = matrix.scale(panel, g, first)[lane] * matrix.factor;
-        const float minimum = matrix.minimums ? matrix.minimum(panel, g, first)[lane] * matrix.factor : 0;
-        for (const long end = std::min<long>(matrix.inputs, k + group); k < end; k++) {
-            const uint8_t bits = panel[place(matrix, k, column)];
+        const float scale = panel.scale(g, first)[lane] * matrix.factor;
+        const float minimum = matrix.minimums ? panel.minimum(g, first)[lane] * matrix.factor : 0;
+        for (const long end = std::min<long>(matrix.inputs, k + panel.span); k < end; k++) {
+            const uint8_t bits = panel.numbers[place(matrix, k, column)];
             const int number = matrix.bits == 8 ? static_cast<int8_t>(bits) : (upper_half(k) ? bits >> 4 : bits & 15) - 8;
             store_one(out + k, static_cast<float>(number) * scale - minimum);
         }

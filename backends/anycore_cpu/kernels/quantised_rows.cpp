@@ -26,8 +26,8 @@ void round_row(const Quantised& matrix, const bf16* x, long row, const RoundedRo
         x = copy;
     }
     const int offset = matrix.bits == 4 ? 8 : WEIGHT_OFFSET;
-    int8_t* numbers = rounded.numbers + row * padded;
-    for (long g = 0; g < matrix.groups(); g++) {
+    int8_t* numbers = rounded.numbers + row * rounded.width;
+    for (long g = 0, groups = matrix.groups(); g < groups; g++) {
         const long begin = g * group, end = std::min(padded, begin + group);
         Floats top = {}, broken = {};
         for (long k = begin; k < end; k += LANES) {
