@@ -32,6 +32,7 @@ typedef int32_t Ints __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t Words __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t Halves __attribute__((vector_size(VECTOR_BYTES / 2)));
 typedef int8_t Bytes __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint8_t Octets __attribute__((vector_size(VECTOR_BYTES)));
 
 template <class Vector>
 INLINE Vector load_as(const void* from) {
@@ -240,8 +241,11 @@ INLINE Ints add_byte_products(Ints total, const int8_t* row, Bytes weights) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
     return add_fours(total, weights ^ static_cast<int8_t>(-128), bytes);
 #elif defined(__AVX2__)
-    const Bytes minus = reinterpret_cast<Bytes>(weights < 0);  // goes to the row: -128 becomes the unsigned 128
-    return add_fours(total, (weights ^ minus) - minus, (bytes ^ minus) - minus);
+    const Octets minus = reinterpret_cast<Octets>(weights < 0);  // goes to the row: -128 becomes the unsigned 128
+    const auto turned = [minus](Bytes x) {
+        return reinterpret_cast<Bytes>((reinterpret_cast<Octets>(x) ^ minus) - minus);
+    };
+    return add_fours(total, turned(weights), turned(bytes));
 #else
     return add_fours(total, bytes, weights);
 #endif
