@@ -63,15 +63,32 @@ class Calibration:
         return clipped(weight.float(), wanted, torch.ones(weight.shape[1]) if importance is None else importance)
 
 
+class Inputs:
+    """What a matrix is multiplied by, over a text: sums over all rows, and a few of the rows themselves."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.count = 0
+        self.sizes = torch.zeros(())
+        self.squares = torch.zeros(())
+        self.some: list[Tensor] = []
+
+    def add(self, rows: Tensor) -> None:
+        self.count += len(rows)
+        self.sizes = self.sizes + rows.abs().sum(0)
+        self.squares = self.squares + rows.pow(2).sum(0)
+        self.some.append(rows[:: self.every].clone())
+
+
 class Observer(Ops):
-    """The contract's operations, which keep what chosen matrices are multiplied by."""
+    """The contract's operations, which take note of what chosen matrices are multiplied by."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, list[Tensor]] = {}  # id of a handle -> inputs
+        self.seen: dict[int, Inputs] = {}  # by the id of a handle
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         if id(handle) in self.seen:
-            self.seen[id(handle)].append(x.detach())
+            self.seen[id(handle)].add(x)
         return super().linear(x, handle, bias)
 
 
@@ -122,11 +139,11 @@ def calibrate(
     result = Calibration(norm_offset=spec.norm_offset)
     for layer in model.layers:
         handles = layer.qkv.linear.handle, layer.out.handle, layer.gate_up.linear.handle, layer.down.handle
-        observer.seen |= {id(handle): [] for handle in handles}
+        observer.seen |= {id(handle): Inputs(max(1, len(ids) // ROWS)) for handle in handles}
     run(model, ids, progress)
     for index in range(spec.layers):
         for product in products(model, spec, index):
-            inputs = torch.cat(observer.seen.pop(id(product.handle)))
+            inputs = observer.seen.pop(id(product.handle))
             if all(name in formats for name, _ in product.parts):
                 search(product, inputs, formats[product.parts[0][0]], result)
         if progress is not None:
@@ -172,12 +189,12 @@ def products(model: Decoder, spec: ModelSpec, index: int) -> Iterator[Product]:
     yield Product(down, layer.down.handle, (f"{mlp}.up_proj.weight", f"{mlp}.up_proj.bias"))
 
 
-def search(product: Product, inputs: Tensor, wanted: Format, result: Calibration) -> None:
+def search(product: Product, inputs: Inputs, wanted: Format, result: Calibration) -> None:
     """Find the exponent whose scales change the product least, and note what it asks for."""
-    size = inputs.abs().mean(0)
+    size = inputs.sizes / inputs.count
     if product.repeats > 1:  # heads that share keys and values share scales
         size = size.view(-1, product.repeats, product.head_dim).mean(1).flatten()
-    rows = inputs[:: max(1, len(inputs) // ROWS)][:ROWS]
+    rows = torch.cat(inputs.some)
     weight = product.handle
     best, least = torch.ones_like(size), float("inf")
     for exponent in EXPONENTS:
@@ -191,7 +208,7 @@ def search(product: Product, inputs: Tensor, wanted: Format, result: Calibration
     columns = repeated(best, product)
     for name, _ in product.parts:
         result.columns[name] = columns
-        result.importance[name] = inputs.pow(2).mean(0) / columns.pow(2)
+        result.importance[name] = inputs.squares / inputs.count / columns.pow(2)
     for name in product.makers:
         result.rows[name] = best
 
