@@ -166,6 +166,9 @@ class CudaOps(Ops):
         shape = self._shape(x, handle)
         if shape is not None:
             return products.product(x, handle, shape, self.counters, bias, early=self.early)
+        if self.measured and products.fits(x, handle) and products.deep(len(handle), handle.shape[1], len(x)):
+            with products.by_cublaslt():
+                return super().linear(x, handle, bias)
         return super().linear(x, handle, bias)
 
     def _shape(self, x: Tensor, handle: Any, gate: str | None = None) -> products.Shape | None:

@@ -102,6 +102,27 @@ def test_large_matrices_times_few_rows_are_multiplied_here(monkeypatch: pytest.M
     assert asked == [(9, 40, 48), (9, 44, 48)]
 
 
+def test_deep_products_ask_cublaslt_and_leave_the_choice_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {rows for rows in (1, 64, 65, 144, 255, 256) if products.deep(3584, 18944, rows)}
+    assert rows == {65, 144, 255}
+    assert not products.deep(37888, 3584, 144)
+    assert not products.deep(896, 4864, 144)
+
+    chosen = ["cublas"]
+
+    def preferred(library: str | None = None) -> str:
+        chosen.append(library or chosen[-1])
+        return chosen[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
+    monkeypatch.setattr(products, "LARGE", 16 * 48)
+    backend = interpreted()
+    backend.ops.measured = True  # type: ignore[attr-defined]
+    checks.check_linear(backend, "float16", 65, (16, 48), True)
+    assert "cublaslt" in chosen
+    assert chosen[-1] == "cublas"
+
+
 @pytest.mark.skipif(not KNOWN, reason="another version of Triton compiles other programs")
 def test_compiled_products_stay_in_registers(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

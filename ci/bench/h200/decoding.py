@@ -18,11 +18,12 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
+import balanced
 import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from anycore_cuda.kernels import balanced, decode
+from anycore_cuda.kernels import decode
 
 READ = 4.42e6
 """Bytes a microsecond."""
@@ -93,9 +94,7 @@ class Decoding:
         return given[2]
 
     def schedule(self, shape: Shape) -> balanced.Schedule:
-        return balanced.schedule(
-            self.lens, self.model[1], shape.keys, PROCESSORS, running=shape.running, early=True
-        )  # fmt: skip
+        return balanced.schedule(self.lens, self.model[1], shape.keys, PROCESSORS, running=shape.running, early=True)
 
     def dealt(self, shape: Shape, shares: balanced.Schedule, layer: int = 0) -> Tensor:
         given = self.given(layer)
