@@ -44,15 +44,15 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    128: (
-        Shape(64, 4, 3, 3), Shape(64, 4, 3, 6), Shape(64, 4, 2, 3), Shape(64, 4, 2, 4, 128), Shape(64, 4, 4, 2),
-        Shape(32, 4, 4, 3), Shape(32, 4, 3, 4, 128), Shape(128, 8, 2, 1), Shape(128, 8, 3, 1),
-    ),
-    64: (
-        Shape(128, 4, 3, 3), Shape(128, 4, 3, 6), Shape(64, 4, 3, 4, 128), Shape(64, 4, 4, 3), Shape(64, 4, 4, 4, 128),
-        Shape(64, 4, 3, 5, 96), Shape(128, 8, 3, 2), Shape(128, 8, 3, 3, 80), Shape(128, 8, 2, 2),
-    ),
-}  # fmt: skip
+    128: (Shape(64, 4, 2, 3), Shape(64, 4, 3, 3), Shape(64, 4, 2, 4, 128), Shape(32, 4, 3, 4, 128)),
+    64: (Shape(128, 4, 3, 3), Shape(64, 4, 3, 4, 128), Shape(64, 4, 4, 3)),
+}
+"""The best of eighteen."""
+SPLIT_SHAPES = {
+    128: ((64, 4, 2), (64, 4, 3), (64, 4, 4), (32, 4, 3), (32, 4, 4)),
+    64: ((128, 4, 2), (128, 4, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4)),
+}
+"""Of the kernel in use: keys a step, warps, pipeline stages."""
 
 
 def lengths(kind: str, rows: int) -> list[int]:
@@ -87,10 +87,17 @@ class Decoding:
         out = torch.empty(q.shape, dtype=q.dtype, device=self.device)
         return q, self.caches[layer], out, self.tables, self.lens, self.counters
 
-    def now(self, layer: int = 0) -> Tensor:
+    @property
+    def splits(self) -> int:
+        return decode.splits_of(len(self.lens), self.model[1], PROCESSORS)
+
+    def split(self, layer: int = 0, splits: int | None = None, shape: tuple[int, int, int] | None = None) -> Tensor:
+        """As the backend does now, or with other splits or another shape."""
         given = self.given(layer)
-        splits = decode.splits_of(len(self.lens), self.model[1], PROCESSORS)
-        decode.decode(*given, splits, self.model[2] ** -0.5, None, None, self.order, raw=self.raw, early=True)
+        decode.decode(
+            *given, splits or self.splits, self.model[2] ** -0.5, None, None, self.order,
+            shape=shape, raw=self.raw, early=True,
+        )  # fmt: skip
         return given[2]
 
     def schedule(self, shape: Shape) -> balanced.Schedule:
@@ -157,9 +164,13 @@ def measure(run: Decoding, exact: Tensor, name: str, work: Callable[[int], Tenso
 
 
 def compare(run: Decoding) -> Iterator[Result]:
-    run.now()  # stores the newest keys and values
+    run.split()  # stores the newest keys and values
     exact = run.exact()
-    yield measure(run, exact, "now", run.now)
+    yield measure(run, exact, "now", run.split)
+    for one in SPLIT_SHAPES[next_power_of_2(run.model[2])]:
+        for splits in sorted({max(1, run.splits // 2), run.splits, min(16, run.splits * 2)}):
+            name = f"splits {splits} {one}"
+            yield measure(run, exact, name, lambda i, n=splits, one=one: run.split(i, n, one))  # type: ignore[misc]
     for shape in SHAPES[next_power_of_2(run.model[2])]:
         try:
             shares = run.schedule(shape)
@@ -198,10 +209,11 @@ def compile_part(part: int, parts: int) -> None:
     CompiledKernel._init_handles = leave_out
     works: list[Callable[[], object]] = []
     for model in MODELS:
-        for count in (1, 256):  # several splits of the keys of each request, and one, which is another kernel
+        for count in (1, 2):  # several splits of the keys of each request, and one, which is another kernel
             run = Decoding(model, [17] * count, "cpu")
-            works.append(run.now)
-        works += [lambda run=run, s=s: run.dealt(s, run.schedule(s)) for s in SHAPES[next_power_of_2(model[2])]]
+            each = (None, *SPLIT_SHAPES[next_power_of_2(model[2])])
+            works += [lambda run=run, s=s: run.split(0, 1 if len(run.lens) > 1 else 2, s) for s in each]  # type: ignore[misc]
+        works += [lambda run=run, s=s: run.dealt(s, run.schedule(s)) for s in SHAPES[next_power_of_2(model[2])]]  # type: ignore[misc]
     for work in works[part::parts]:
         try:
             work()
