@@ -23,7 +23,7 @@ class Int8Handle:
     @staticmethod
     def of(data: Tensor, scale: Tensor) -> Int8Handle:
         """From [out, in] and [out]."""
-        parts = zip(data.split(LARGEST), scale.split(LARGEST), strict=True)
+        parts = zip(torch.split(data, LARGEST), torch.split(scale, LARGEST), strict=True)
         return Int8Handle(tuple((rows.t().contiguous(), sizes.float()) for rows, sizes in parts), len(data))
 
     def __call__(self, x: Tensor) -> Tensor:

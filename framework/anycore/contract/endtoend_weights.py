@@ -29,7 +29,7 @@ NEAR_BEST = 0.5
 """How far below the best logit a chosen one may be, in standard deviations of a row of logits."""
 
 NEAR = 1e-1
-"""How far scores may be from transformers', absolutely and relatively: rounding rows to int8 alone moves some by 0.065."""
+"""How far scores may be from transformers', absolutely and relatively: rounding rows to int8 moves some by 0.065."""
 
 COSINE = 0.995
 
