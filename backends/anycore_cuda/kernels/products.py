@@ -248,12 +248,15 @@ def _join(
 
 
 def parts_of(rows: int) -> tuple[int, int]:
-    """Powers of 2 that together hold the rows, the second perhaps 0; each at least as wide as matrix units are."""
+    """Powers of 2 that together hold the rows, the second perhaps 0; each at least as wide as matrix units are.
+
+    Few rows are held in one: kernels then differ at powers of 2 only, where the warm-up looks for them.
+    """
     first = 1 << (max(rows, 16).bit_length() - 1)
     if first >= rows:
         return first, 0
     more = max(16, triton.next_power_of_2(rows - first))
-    return (2 * first, 0) if more == first else (first, more)
+    return (2 * first, 0) if more == first or rows <= MOST_ROWS else (first, more)
 
 
 def product(
