@@ -12,7 +12,7 @@
 
 namespace anycore {
 
-struct Quantised {  // library.py's quantised.Layout
+struct Quantised {  // `Layout` of quantised.py
     const uint8_t* packed;
     int64_t outputs, inputs, group;
     int32_t bits;      // 8 or 4
