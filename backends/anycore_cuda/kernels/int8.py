@@ -1,4 +1,4 @@
-"""A matrix of bytes, int8 or e4m3, times one vector, which is rounded as the matrix is where its format says so."""
+"""A matrix of bytes, int8 or e4m3, times one vector, which was rounded as the matrix is where its format says so."""
 
 from __future__ import annotations
 
@@ -7,38 +7,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.bytes_of_words import dot4, four_e4m3
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
-from anycore_cuda.kernels.gated import activated, check_kind
 from anycore_cuda.kernels.launch import launch
-from anycore_cuda.kernels.matvec import EARLY_BYTES
+from anycore_cuda.kernels.matvec import EARLY_BYTES, store_row
 from anycore_cuda.kernels.quantised import Packed
 from anycore_cuda.kernels.quantised_dense import bytes_to_float
-from anycore_cuda.kernels.quantised_rows import LARGEST, largest_of, rounded
 
 
 @triton.jit
-def _stream(
-    x_ptr, residual_ptr, norm_ptr, at, shrink, COLUMNS: tl.constexpr, NORM: tl.constexpr, RESIDUAL: tl.constexpr
-):
-    # What is multiplied, from the vector with its residual; rounded where separate kernels would store it.
-    inside = at < COLUMNS
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    if RESIDUAL:
-        added = tl.load(residual_ptr + at, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
-    total = x
-    if NORM:
-        x = (x.to(tl.float32) * shrink * tl.load(norm_ptr + at, mask=inside, other=0.0)).to(x.dtype)
-    return x.to(tl.float32), total
+def _word_products(acc, words, x, KIND: tl.constexpr):
+    # acc + the sum of each word's four products.
+    if KIND == "int8":
+        acc = dot4(words, x[None, :], acc, True)
+    else:
+        a, b, c, d = four_e4m3(words)
+        e, f, g, h = four_e4m3(x)
+        acc += a * e[None, :]
+        acc += b * f[None, :]
+        acc += c * g[None, :]
+        acc += d * h[None, :]
+    return acc
+
+
+@triton.jit
+def _byte_products(
+    acc, tile, x, scale_at, start, known, COLUMNS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    ROUNDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # acc + the sum of each 16 columns' products, under the scale of their group.
+    x = bytes_to_float(x, KIND) if ROUNDS else x.to(tl.float32)
+    sums = tl.sum(tl.reshape(bytes_to_float(tile, KIND) * x[None, :], [ROWS, BLOCK // 16, 16]), axis=2)
+    if GROUP:
+        first = start + tl.arange(0, BLOCK // 16) * 16
+        inside = known[:, None] & (first < COLUMNS)[None, :]
+        sums *= tl.load(scale_at + (first // GROUP)[None, :], mask=inside, other=0.0).to(tl.float32)
+    return acc + sums
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _byte_matvec(
-    x_ptr, residual_ptr, norm_ptr, data_ptr, scale_ptr, bias_ptr, out_ptr, total_ptr, rows, eps, unit,
+    x_ptr, data_ptr, scale_ptr, row_scale_ptr, bias_ptr, out_ptr, rows, unit,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    # With WORDS, columns and all that counts them are words of four bytes.
     let_next_start(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     known = row < rows
@@ -46,63 +60,35 @@ def _byte_matvec(
         row = row // 2 + row % 2 * (rows // 2)  # in turn of the gate and of what it multiplies
     at = tl.arange(0, BLOCK)
     data_at = data_ptr + row.to(tl.int64)[:, None] * COLUMNS + at[None, :]
-    # The weights of the first turn are on their way before the vector is there to be read.
+    scale_at = scale_ptr + row.to(tl.int64)[:, None] * GROUPS
+    # Two turns are always on their way, the first before the vector is there to be read.
     tile = tl.load(data_at, mask=known[:, None] & (at < COLUMNS)[None, :], other=0)
+    ahead = tl.load(data_at + BLOCK, mask=known[:, None] & (BLOCK + at < COLUMNS)[None, :], other=0)
     wait(EARLY)
 
-    shrink = 1.0
-    if NORM:
-        squares = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, COLUMNS, BLOCK):
-            _, x = _stream(x_ptr, residual_ptr, norm_ptr, start + at, 1.0, COLUMNS, False, RESIDUAL)
-            squares += x.to(tl.float32) * x.to(tl.float32)
-            if RESIDUAL:  # noqa: SIM102 (a constant)
-                if tl.program_id(0) == 0:
-                    tl.store(total_ptr + start + at, x, mask=start + at < COLUMNS)
-        shrink = tl.rsqrt(tl.sum(squares) / COLUMNS + eps)
-    step = 1.0
-    if ROUNDS:
-        most = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, COLUMNS, BLOCK):
-            x, _ = _stream(x_ptr, residual_ptr, norm_ptr, start + at, shrink, COLUMNS, NORM, RESIDUAL)
-            most = tl.maximum(most, largest_of(x))
-        largest = tl.max(most)
-        step = largest / LARGEST
-        inverse = tl.where(largest > 0, LARGEST / largest, 0.0)
-
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    sums: tl.constexpr = tl.int32 if WORDS and KIND == "int8" else tl.float32
+    acc = tl.zeros([ROWS, BLOCK if WORDS else BLOCK // 16], sums)
     for start in range(0, COLUMNS, BLOCK):
-        x, _ = _stream(x_ptr, residual_ptr, norm_ptr, start + at, shrink, COLUMNS, NORM, RESIDUAL)
-        if ROUNDS:
-            x = rounded(x * inverse, KIND)
-        numbers = bytes_to_float(tile, KIND, ROUNDS) * x[None, :]
-        if GROUP:
-            place = scale_ptr + row.to(tl.int64)[:, None] * GROUPS + ((start + at) // GROUP)[None, :]
-            inside = known[:, None] & (start + at < COLUMNS)[None, :]
-            numbers *= tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        acc += numbers
-        following = start + BLOCK + at
-        tile = tl.load(data_at + start + BLOCK, mask=known[:, None] & (following < COLUMNS)[None, :], other=0)
+        x = tl.load(x_ptr + start + at, mask=start + at < COLUMNS, other=0)
+        if WORDS:
+            acc = _word_products(acc, tile, x, KIND)
+        else:
+            acc = _byte_products(acc, tile, x, scale_at, start, known, COLUMNS, GROUP, KIND, ROUNDS, ROWS, BLOCK)
+        tile = ahead
+        later = start + 2 * BLOCK
+        ahead = tl.load(data_at + later, mask=known[:, None] & (later + at < COLUMNS)[None, :], other=0)
 
-    out = tl.sum(acc, axis=1) * (step * unit)
+    out = tl.sum(acc, axis=1).to(tl.float32) * unit
+    if ROUNDS:
+        out *= tl.load(row_scale_ptr)
     if GROUP == 0:
         out *= tl.load(scale_ptr + row, mask=known, other=0.0)
-    dtype = out_ptr.dtype.element_ty
-    if BIAS:
-        out += tl.load(bias_ptr + row, mask=known, other=0.0).to(tl.float32)
-    if GATE is None:
-        tl.store(out_ptr + row, out.to(dtype), mask=known)
-    else:
-        # Rounded where separate kernels would, so that both ways give the same numbers.
-        gate, up = tl.split(tl.reshape(out.to(dtype).to(tl.float32), [ROWS // 2, 2]))
-        out_row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        product = activated(gate, GATE).to(dtype).to(tl.float32) * up
-        tl.store(out_ptr + out_row, product.to(dtype), mask=out_row < rows // 2)
+    store_row(out, row, known, bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
 
 
 def shape_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Rows, columns a turn, and warps of a program."""
-    if columns <= 1024:
+    """Rows, columns a turn, and warps of a program: 16 bytes a thread and row."""
+    if columns <= 1024 or rows >= 1 << 14:
         return 4, 1024, 2
     return (4, 2048, 4) if rows >= 2048 else (2, 4096, 8)
 
@@ -110,31 +96,32 @@ def shape_of(rows: int, columns: int) -> tuple[int, int, int]:
 def byte_matvec(
     x: Tensor,
     weight: Packed,
-    bias: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    residual: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
+    row_scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
     gate: str | None = None,
     shape: tuple[int, int, int] | None = None,
     early: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """[1, I] times [O, I] → [1, O], and x + residual; as `matvec.norm_matvec` with `norm` and `gate`, without as
-    `matvec.matvec`. `shape`: see `shape_of`.
+) -> Tensor:
+    """[1, I], rounded where the weight says so with a scale [1], times [O, I] → [1, O]; with `gate`
+    act(first half) * second half, [1, O / 2]. `shape`: see `shape_of`.
     """
-    if gate is not None:
-        check_kind(gate)
     rows, columns = weight.shape
-    out = x.new_empty(1, rows if gate is None else rows // 2, dtype=dtype or x.dtype)
-    total = x if residual is None else torch.empty_like(x)
+    out = torch.empty(1, rows if gate is None else rows // 2, dtype=dtype, device=x.device)
     each, block, warps = shape or shape_of(rows, columns)
     early = early and weight.data.nbytes <= EARLY_BYTES
+    words = weight.rounds and columns % 4 == 0
+    data, count = weight.data, 1
+    if words:
+        x, data, count = x.view(torch.int32), data.view(torch.int32), 4
+    elif weight.rounds:
+        x = x.view(data.dtype)
     launch(
         _byte_matvec, (triton.cdiv(rows, each),),
-        x, x if residual is None else residual, x if norm is None else norm, weight.data, weight.scale,
-        weight.scale if bias is None else bias, out, total, rows, eps, weight.unit,
-        COLUMNS=columns, GROUP=weight.group, GROUPS=weight.groups, KIND=weight.kind, ROUNDS=weight.rounds,
-        LARGEST=LARGEST[weight.kind], ROWS=each, BLOCK=block, BIAS=bias is not None, NORM=norm is not None,
-        RESIDUAL=residual is not None, GATE=gate, EARLY=early, num_warps=warps, **launch_options(early),
+        x, data, weight.scale, weight.scale if row_scale is None else row_scale,
+        weight.scale if bias is None else bias, out, rows, weight.unit,
+        COLUMNS=columns // count, GROUP=weight.group, GROUPS=weight.groups, KIND=weight.kind, ROUNDS=weight.rounds,
+        WORDS=words, ROWS=each, BLOCK=block // count, BIAS=bias is not None, GATE=gate, EARLY=early, num_warps=warps,
+        **launch_options(early),
     )  # fmt: skip
-    return out, total
+    return out

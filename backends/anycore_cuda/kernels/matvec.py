@@ -26,6 +26,24 @@ def _stream(x_ptr, residual_ptr, at, COLUMNS: tl.constexpr, RESIDUAL: tl.constex
     return x
 
 
+@triton.jit
+def store_row(
+    out, row, known, bias_ptr, out_ptr, rows, ROWS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr
+):  # fmt: skip
+    """Store a program's results, with bias, and where they are in turn a gate and what it multiplies, their product."""
+    dtype = out_ptr.dtype.element_ty
+    if BIAS:
+        out += tl.load(bias_ptr + row, mask=known, other=0.0).to(tl.float32)
+    if GATE is None:
+        tl.store(out_ptr + row, out.to(dtype), mask=known)
+    else:
+        # Rounded where separate kernels would, so that both ways give the same numbers.
+        gate, up = tl.split(tl.reshape(out.to(dtype).to(tl.float32), [ROWS // 2, 2]))
+        out_row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        product = activated(gate, GATE).to(dtype).to(tl.float32) * up
+        tl.store(out_ptr + out_row, product.to(dtype), mask=out_row < rows // 2)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _matvec(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, rows, eps,
@@ -65,18 +83,7 @@ def _matvec(
         acc += tile.to(tl.float32) * x.to(tl.float32)[None, :]
         tile = tl.load(weight_at + start + BLOCK, mask=known[:, None] & (following < COLUMNS)[None, :], other=0.0)
 
-    out = tl.sum(acc, axis=1)
-    dtype = out_ptr.dtype.element_ty
-    if BIAS:
-        out += tl.load(bias_ptr + row, mask=known, other=0.0).to(tl.float32)
-    if GATE is None:
-        tl.store(out_ptr + row, out.to(dtype), mask=known)
-    else:
-        # Rounded where separate kernels would, so that both ways give the same numbers.
-        gate, up = tl.split(tl.reshape(out.to(dtype).to(tl.float32), [ROWS // 2, 2]))
-        out_row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        product = activated(gate, GATE).to(dtype).to(tl.float32) * up
-        tl.store(out_ptr + out_row, product.to(dtype), mask=out_row < rows // 2)
+    store_row(tl.sum(acc, axis=1), row, known, bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
 
 
 def shape_of(rows: int, columns: int) -> tuple[int, int, int]:

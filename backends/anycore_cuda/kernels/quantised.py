@@ -10,12 +10,10 @@ from torch import Tensor
 
 from anycore.contract.weights import Fp8Weight, Int4Weight, QuantisedWeight
 
-BLOCK = 256
-"""Columns of 4-bit numbers that are packed together."""
 PLANES = 8
 """4-bit numbers of a word of 32 bits: the columns of a block in as many planes, one behind the other."""
-LEFT, HIGH = 1 << 8, 142 << 23
-"""A shift as a factor, and the bits of 2**15 as float32: see `quantised_dense.nibble`."""
+WIDTHS = (32, 16, 8, 4)
+"""Columns of a plane, and so words of a block."""
 VECTOR = 32
 """4-bit numbers of four words, which a thread reads at once; rows are padded to whole ones."""
 
@@ -54,6 +52,11 @@ class Packed:
     def groups(self) -> int:
         return self.scale.shape[1] if self.group else 1
 
+    @property
+    def width(self) -> int:
+        """Of a plane of 4-bit numbers."""
+        return width_of(self.columns, self.group)
+
 
 def pack(weight: QuantisedWeight, e4m3: bool) -> Packed | Tensor:
     """A matrix in the kernels' layout; dense where its groups are of a size that they do not know.
@@ -65,14 +68,14 @@ def pack(weight: QuantisedWeight, e4m3: bool) -> Packed | Tensor:
         data = weight.data.contiguous().view(torch.uint8).clone()
         return Packed("e4m3", data, weight.scale.float().clone(), columns, 0, 1.0, weight.dtype, e4m3)
     whole = weight.group >= columns
-    if not whole and weight.group % 4:
+    if not whole and weight.group % 16:
         return weight.dense()
     group = columns if whole else weight.group
     if isinstance(weight, Int4Weight):
         offset = weight.zero.float() * weight.scale.float()
         unit = unit_of(weight.scale, offset)
         pairs = torch.stack((weight.scale.float() / unit, offset / unit), dim=-1).half()
-        nibbles = pack_nibbles(weight.data)
+        nibbles = pack_nibbles(weight.data, width_of(columns, group))
         return Packed("int4", nibbles, pairs, columns, group, unit, weight.dtype, False)
     data = weight.data.clone(memory_format=torch.contiguous_format)
     if whole:
@@ -93,40 +96,24 @@ def unit_of(*numbers: Tensor) -> float:
     return 2.0 ** (math.frexp(largest)[1] - 8) if largest else 1.0
 
 
-def pack_nibbles(data: Tensor) -> Tensor:
+def width_of(columns: int, group: int) -> int:
+    """Of the planes: the largest of which blocks fill a row, and of which four lie within one group of columns."""
+    padded = -(-columns // VECTOR) * VECTOR
+    fits = (n for n in WIDTHS if padded % (PLANES * n) == 0 and (group >= columns or group % (4 * n) == 0))
+    return next(fits)
+
+
+def pack_nibbles(data: Tensor, width: int) -> Tensor:
     """[O, I] uint8 of 0 … 15 → [O, I / 8] int32, I padded to whole vectors.
 
-    Word j of a block of 256 columns holds column j of each of its eight planes of 32, the first in its lowest bits. So
-    neighbouring words hold neighbouring columns, and what they are multiplied by is read in runs. The last block of a
-    row is narrower where I is no multiple of 256, and its planes with it.
+    Word j of a block of eight planes holds column j of each: the first four in the low halves of its bytes, the others
+    in the high halves. So neighbouring words hold neighbouring columns, and what they are multiplied by is read in
+    runs; and one mask makes four bytes of a word, all of one group, that an instruction multiplies.
     """
     rows, columns = data.shape
     padded = -(-columns // VECTOR) * VECTOR
     if padded != columns:
         data = torch.cat((data, data.new_zeros(rows, padded - columns)), dim=1)
-    whole = padded // BLOCK * BLOCK
-    parts = []
-    for first, last, count in ((0, whole, whole // BLOCK), (whole, padded, 1)):
-        if last > first:
-            planes = data[:, first:last].reshape(rows, count, PLANES // 2, 2, -1)
-            pairs = planes[:, :, :, 0] | planes[:, :, :, 1] << 4  # [O, blocks, bytes of a word, words]
-            parts.append(pairs.transpose(2, 3).contiguous().view(torch.int32).view(rows, -1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def last_plane(columns: int) -> int:
-    """Columns of a plane of the last block where it is narrower than the others, else 0."""
-    return -(-columns // VECTOR) * VECTOR % BLOCK // PLANES
-
-
-def planes_of_a_group(columns: int, group: int) -> int:
-    """Neighbouring planes of a whole block that lie within one group of columns; 0 where a plane may not."""
-    if group >= columns:
-        return PLANES
-    return next((count for count in (8, 4, 2, 1) if group % (count * BLOCK // PLANES) == 0), 0)
-
-
-def planes_together(columns: int, group: int) -> int:
-    """The same for four neighbouring columns of the planes of all blocks, the last one, too; they always are one's."""
-    last = last_plane(columns)
-    return 1 if last and BLOCK // PLANES % last else max(1, planes_of_a_group(columns, group))
+    halves = data.view(rows, padded // (PLANES * width), 2, 4, width)
+    pairs = halves[:, :, 0] | halves[:, :, 1] << 4  # [O, blocks, bytes of a word, words]
+    return pairs.transpose(2, 3).contiguous().view(torch.int32).view(rows, -1)

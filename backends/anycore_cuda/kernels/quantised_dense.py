@@ -7,95 +7,89 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore_cuda.kernels.bytes_of_words import e4m3_to_float
 from anycore_cuda.kernels.launch import launch
-from anycore_cuda.kernels.quantised import HIGH, LEFT, Packed, last_plane
+from anycore_cuda.kernels.quantised import Packed
 
 WORKSPACE = 64 << 20
 """Bytes of a tile of rows that is dense at a time."""
+TILE = 4096
+"""Numbers of a program's tile: so many pieces of rows, each under one scale."""
 
 
 @triton.jit
-def e4m3_to_float(bits):
-    # Of bytes, whatever the chip: a float16 has the same order of bits, one exponent bit more and seven bits behind.
-    wide = bits.to(tl.int16)
-    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-
-
-@triton.jit
-def bytes_to_float(tile, KIND: tl.constexpr, E4M3: tl.constexpr):
+def bytes_to_float(tile, KIND: tl.constexpr):
     if KIND == "int8":
         return tile.to(tl.float32)
-    if E4M3:
-        return tile.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     return e4m3_to_float(tile)
 
 
 @triton.jit
-def nibble(words, left, high, PLANE: tl.constexpr):
-    """A plane's numbers and its origin: floats whose bits are put together, and what they are too large by.
+def pair_of(pairs):
+    """A scale and an offset, of words that hold both as float16."""
+    scale = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    offset = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), offset.to(tl.float32)
 
-    In three places of the mantissa they are near enough to the origin, so that two shifts serve all eight planes: by
-    12 to the right, and by 8 to the `left`. That one is a product with LEFT, and `high` is HIGH, because the compiler
-    must not know them: it would shift for every plane, and put bits together in two instructions instead of one.
-    """
-    BIT: tl.constexpr = 8 + 4 * PLANE if PLANE < 2 else 8 + 4 * ((PLANE - 2) % 3)
-    if PLANE < 2:
-        moved = left
-    elif PLANE < 5:
-        moved = words
-    else:
-        moved = words >> 12
-    bits = (moved & (15 << BIT)) | (high - ((BIT - 8) << 23))
-    return bits.to(tl.float32, bitcast=True), float(1 << (23 - BIT))
+
+@triton.jit
+def nibble(words, PLANE: tl.constexpr):
+    """A plane's numbers as floats: their bits, where they are, in the mantissa of a power of two that is taken away."""
+    PLACE: tl.constexpr = 8 * (PLANE % 4) + 4 * (PLANE // 4)
+    BIT: tl.constexpr = PLACE if PLACE < 20 else PLACE - 12  # of 23 in all
+    if PLACE >= 20:
+        words = words >> 12
+    bits = words & (15 << BIT) | (150 - BIT) << 23
+    return bits.to(tl.float32, bitcast=True) - float(1 << (23 - BIT))
+
+
+@triton.jit
+def _piece(ids_ptr, rows, first, PIECES: tl.constexpr, COUNT: tl.constexpr, INDEXED: tl.constexpr):
+    # Rows of the result and of the matrix, and pieces within the row, of COUNT pieces of rows.
+    index = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    here = index // PIECES
+    known = here < rows
+    row = tl.load(ids_ptr + here, mask=known, other=0) if INDEXED else first + here
+    return here.to(tl.int64), row.to(tl.int64), index % PIECES, known
 
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def _dense_bytes(
     data_ptr, scale_ptr, ids_ptr, out_ptr, rows, first, unit,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr, INDEXED: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    here = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    known = here < rows
-    row = tl.load(ids_ptr + here, mask=known, other=0).to(tl.int64) if INDEXED else (first + here).to(tl.int64)
-    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = known[:, None] & (at < COLUMNS)[None, :]
-    tile = tl.load(data_ptr + row[:, None] * COLUMNS + at[None, :], mask=inside, other=0)
-    numbers = bytes_to_float(tile, KIND, False)
-    if GROUP:
-        place = scale_ptr + row[:, None] * GROUPS + (at // GROUP)[None, :]
-        numbers = numbers * tl.load(place, mask=inside, other=0.0).to(tl.float32) * unit
-    else:
-        numbers = numbers * tl.load(scale_ptr + row, mask=known, other=0.0)[:, None]
-    tl.store(
-        out_ptr + here.to(tl.int64)[:, None] * COLUMNS + at[None, :], numbers.to(out_ptr.dtype.element_ty), mask=inside
-    )
+    here, row, piece, known = _piece(ids_ptr, rows, first, PIECES, COUNT, INDEXED)
+    at = (piece * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    inside = known[:, None] & (at < COLUMNS)
+    tile = tl.load(data_ptr + row[:, None] * COLUMNS + at, mask=inside, other=0)
+    group = piece * WIDTH // GROUP if GROUP else 0
+    scale = tl.load(scale_ptr + row * GROUPS + group, mask=known, other=0.0).to(tl.float32) * unit
+    numbers = bytes_to_float(tile, KIND) * scale[:, None]
+    tl.store(out_ptr + here[:, None] * COLUMNS + at, numbers.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "first"])
 def _dense_nibbles(
-    data_ptr, scale_ptr, ids_ptr, out_ptr, rows, first, unit, left, high,
-    COLUMNS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, LAST: tl.constexpr,
-    INDEXED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    data_ptr, scale_ptr, ids_ptr, out_ptr, rows, first, unit,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, INDEXED: tl.constexpr,
+    PIECES: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    here = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    known = here < rows
-    row = tl.load(ids_ptr + here, mask=known, other=0).to(tl.int64) if INDEXED else (first + here).to(tl.int64)
-    word = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    words = tl.load(data_ptr + row[:, None] * WORDS + word[None, :], mask=known[:, None] & (word < WORDS)[None, :])
-    block = word // 32
-    plane = tl.where(block < COLUMNS // 256, 32, LAST) if LAST else 32
-    for number in tl.static_range(8):
-        at = block * 256 + number * plane + word % 32
-        inside = known[:, None] & ((word < WORDS) & (at < COLUMNS))[None, :]
-        pair = scale_ptr + 2 * (row[:, None] * GROUPS + (at // GROUP)[None, :])
-        scale = tl.load(pair, mask=inside, other=0.0).to(tl.float32)
-        offset = tl.load(pair + 1, mask=inside, other=0.0).to(tl.float32)
-        numbers, origin = nibble(words, words * left, high, number)
-        numbers = ((numbers - origin) * scale - offset) * unit
-        place = out_ptr + here.to(tl.int64)[:, None] * COLUMNS + at[None, :]
-        tl.store(place, numbers.to(out_ptr.dtype.element_ty), mask=inside)
+    here, row, piece, known = _piece(ids_ptr, rows, first, PIECES, COUNT, INDEXED)
+    word = tl.arange(0, WIDTH)[None, :]
+    words = tl.load(
+        data_ptr + row[:, None] * (PIECES * WIDTH) + (piece * WIDTH)[:, None] + word, mask=known[:, None], other=0
+    )
+    pairs_at = scale_ptr.to(tl.pointer_type(tl.int32)) + row * GROUPS
+    for plane in tl.static_range(8):
+        column = piece * (8 * WIDTH) + plane * WIDTH
+        if plane % 4 == 0:
+            scale, offset = pair_of(tl.load(pairs_at + tl.minimum(column // GROUP, GROUPS - 1), mask=known, other=0))
+            scale, offset = scale * unit, offset * unit
+        numbers = nibble(words, plane) * scale[:, None] - offset[:, None]
+        at = column[:, None] + word
+        inside = known[:, None] & (at < COLUMNS)
+        tl.store(out_ptr + here[:, None] * COLUMNS + at, numbers.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def dense_rows(
@@ -108,21 +102,18 @@ def dense_rows(
         out = torch.empty(count, columns, dtype=weight.dtype, device=weight.device)
     if not count:
         return out
-    given = weight.data, weight.scale, weight.data if ids is None else ids, out, count, first, weight.unit
-    each = 1 if ids is not None else 8
-    if weight.kind == "int4":
-        words = weight.data.shape[1]
-        launch(
-            _dense_nibbles, (triton.cdiv(count, each), triton.cdiv(words, 128)), *given, LEFT, HIGH,
-            COLUMNS=columns, WORDS=words, GROUP=weight.group, GROUPS=weight.groups, LAST=last_plane(columns),
-            INDEXED=ids is not None, ROWS=each, WIDTH=128, num_warps=4,
-        )  # fmt: skip
-    else:
-        launch(
-            _dense_bytes, (triton.cdiv(count, each), triton.cdiv(columns, 512)), *given,
-            COLUMNS=columns, GROUP=weight.group, GROUPS=weight.groups, KIND=weight.kind,
-            INDEXED=ids is not None, ROWS=each, WIDTH=512, num_warps=4,
-        )  # fmt: skip
+    four = weight.kind == "int4"
+    # A piece of a row: a block of words, or a run of bytes within a group.
+    width = weight.width if four else next(n for n in (64, 32, 16) if not weight.group or weight.group % n == 0)
+    pieces = weight.data.shape[1] // width if four else triton.cdiv(columns, width)
+    each = TILE // (width * (8 if four else 1))
+    more = {} if four else {"KIND": weight.kind}
+    launch(
+        _dense_nibbles if four else _dense_bytes, (triton.cdiv(count * pieces, each),),
+        weight.data, weight.scale, weight.data if ids is None else ids, out, count, first, weight.unit,
+        COLUMNS=columns, GROUP=weight.group, GROUPS=weight.groups, INDEXED=ids is not None, PIECES=pieces, WIDTH=width,
+        COUNT=each, **more, num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +14,9 @@ from anycore_cuda.kernels.int8 import byte_matvec
 from anycore_cuda.kernels.quantised import Packed
 from anycore_cuda.kernels.quantised_dense import dense_product
 from anycore_cuda.kernels.quantised_products import SHARED, product
-from anycore_cuda.kernels.quantised_rows import round_rows
+from anycore_cuda.kernels.quantised_rows import fix, round_rows
 
-TILED_ROWS = 256
+TILED_ROWS = 64
 """So many rows at most are multiplied by tiles that are widened in registers; for more the matrix is made dense."""
 
 LIBRARY_ROWS = 64
@@ -49,11 +48,11 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None, chip: Chip, dtype: to
     rows = x.reshape(-1, x.shape[-1])
     dtype = dtype or x.dtype
     if _is_vector(rows, weight):
-        out = _matvec(weight)(rows, weight, bias, dtype, early=chip.early)[0]
+        out = _vector(rows, None, None, 0.0, weight, bias, None, chip, dtype)[0]
     elif weight.rounds:
         numbers, scale, _ = round_rows(rows, weight.kind, early=chip.early)
         out = rounded_product(numbers, scale, weight, bias, dtype, chip)
-    elif len(rows) > TILED_ROWS or rows.dtype == torch.float32:
+    elif len(rows) > TILED_ROWS or rows.dtype == torch.float32 or (weight.kind == "int8" and weight.group):
         out = dense_product(rows, weight, dtype)
         out = out if bias is None else out.add_(bias)
     else:
@@ -73,7 +72,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """As `Ops.norm_linear`."""
     if _is_vector(x, weight):
-        return _matvec(weight)(x, weight, bias, None, residual, scale, eps, gate, early=chip.early)
+        return _vector(x, residual, scale, eps, weight, bias, gate, chip, x.dtype)
     if weight.rounds:
         numbers, row_scale, total = round_rows(x, weight.kind, residual, scale, eps, chip.early)
         out = rounded_product(numbers, row_scale, weight, bias, x.dtype, chip)
@@ -102,5 +101,26 @@ def _is_vector(x: Tensor, weight: Packed) -> bool:
     return len(x) == 1 and (weight.rounds or x.element_size() == 2) and x.stride(-1) == 1
 
 
-def _matvec(weight: Packed) -> Callable[..., tuple[Tensor, Tensor]]:
-    return nibble_matvec if weight.kind == "int4" else byte_matvec
+def _vector(
+    x: Tensor,
+    residual: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+    weight: Packed,
+    bias: Tensor | None,
+    gate: str | None,
+    chip: Chip,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """One row, normed if there is a `scale`: a small kernel prepares it once for the many programs that multiply."""
+    if weight.kind == "int4":
+        fixed, total = fix(x, weight, residual, scale, eps, chip.early)
+        return nibble_matvec(fixed, weight, bias, dtype, gate, early=chip.early), total
+    row_scale: Tensor | None = None
+    if weight.rounds:
+        x, row_scale, total = round_rows(x, weight.kind, residual, scale, eps, chip.early)
+    elif scale is not None:
+        x, total = norm.rms_norm(x, scale, eps, residual, chip.early)
+    else:
+        total = x
+    return byte_matvec(x, weight, row_scale, bias, dtype, gate, early=chip.early), total

@@ -3,6 +3,7 @@ where rows are rounded as the matrix is, multiplied as they are.
 
 The matrix is the left factor, which may be the larger one: few rows then cost no more than reading it. Where its
 tiles are fewer than the processors, their columns are split, and another kernel adds the parts up, always alike.
+Groups of int8 are not multiplied here.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
-from anycore_cuda.kernels.quantised import BLOCK, HIGH, LEFT, PLANES, Packed, last_plane, planes_of_a_group
-from anycore_cuda.kernels.quantised_dense import bytes_to_float, nibble
+from anycore_cuda.kernels.quantised import PLANES, Packed
+from anycore_cuda.kernels.quantised_dense import bytes_to_float, nibble, pair_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +84,8 @@ def _join(
 @triton.jit(do_not_specialize=["rows"])
 def _byte_product(
     x_ptr, data_ptr, scale_ptr, row_scale_ptr, bias_ptr, out_ptr, rows, unit,
-    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, KIND: tl.constexpr,
-    ROUNDS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr,
-    SPLITS: tl.constexpr,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr, BIAS: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -109,70 +109,45 @@ def _byte_product(
             else:
                 acc = tl.dot(tile.to(tl.float8e4nv, bitcast=True), x, acc)
         else:
-            numbers = bytes_to_float(tile, KIND, False)
-            if GROUP:
-                place = scale_ptr + output.to(tl.int64)[:, None] * GROUPS + (column // GROUP)[None, :]
-                numbers *= tl.load(place, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            acc = tl.dot(numbers.to(x.dtype), x, acc)
+            acc = tl.dot(bytes_to_float(tile, KIND).to(x.dtype), x, acc)
     _write(
-        acc, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, output, row, rows, unit,
-        OUTPUTS, SPLITS, GROUP == 0, ROUNDS, BIAS,
-    )  # fmt: skip
-
-
-@triton.jit
-def _plane(
-    acc, words, left, high, pairs, x_at, column, limit, rows_known, COLUMNS: tl.constexpr, PLANE: tl.constexpr,
-):  # fmt: skip
-    # One plane of a block: 32 columns, of which those below `limit` are there. Pairs are a scale and an offset.
-    at = column + tl.arange(0, 32)
-    inside = (at < limit) & (at < COLUMNS)
-    x = tl.load(x_at + at[:, None], mask=rows_known[None, :] & inside[:, None], other=0.0)
-    scale = (pairs & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    offset = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    numbers, origin = nibble(words, left, high, PLANE)
-    return tl.dot((numbers * scale - (origin * scale + offset)).to(x.dtype), x, acc)
+        acc, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, True, ROUNDS, BIAS
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _nibble_product(
-    x_ptr, data_ptr, scale_ptr, bias_ptr, out_ptr, rows, unit, shift, high,
-    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    LAST: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    x_ptr, data_ptr, scale_ptr, bias_ptr, out_ptr, rows, unit,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    word = tl.arange(0, 32)
-    blocks: tl.constexpr = WORDS // 32
-    each: tl.constexpr = (blocks + SPLITS - 1) // SPLITS
-    known, rows_known = output < OUTPUTS, row < rows
+    turns: tl.constexpr = (WORDS + 31) // 32
+    each: tl.constexpr = (turns + SPLITS - 1) // SPLITS
+    known = output < OUTPUTS
     data_at = data_ptr + output.to(tl.int64)[:, None] * WORDS
     pairs_at = scale_ptr.to(tl.pointer_type(tl.int32)) + output.to(tl.int64)[:, None] * GROUPS
     x_at = x_ptr + row.to(tl.int64)[None, :] * COLUMNS
     acc = tl.zeros([TILE, ROWS], tl.float32)
-    first = tl.program_id(2) * each
-    for block in range(first, tl.minimum(first + each, blocks)):
-        words = tl.load(data_at + block * 32 + word[None, :], mask=known[:, None], other=0)
-        left = words * shift
+    start = tl.program_id(2) * each
+    for turn in range(start, tl.minimum(start + each, turns)):
+        word = turn * 32 + tl.arange(0, 32)
+        there = known[:, None] & (word < WORDS)[None, :]
+        words = tl.load(data_at + word[None, :], mask=there, other=0)
+        first = word // WIDTH * (8 * WIDTH) + word % WIDTH  # a word's column in the first plane
         for plane in tl.static_range(8):
-            column = block * 256 + plane * 32
-            if TOGETHER == 0:  # a plane may be of several groups
-                at = tl.minimum((column + word) // GROUP, GROUPS - 1)
-                pairs = tl.load(pairs_at + at[None, :], mask=known[:, None], other=0)
-            elif plane % TOGETHER == 0:
-                pairs = tl.load(pairs_at + column // GROUP, mask=known[:, None], other=0)
-            acc = _plane(acc, words, left, high, pairs, x_at, column, COLUMNS, rows_known, COLUMNS, plane)
-    if LAST:  # noqa: SIM102 (a constant)
-        if tl.program_id(2) == SPLITS - 1:
-            there = known[:, None] & (word < LAST)[None, :]
-            words = tl.load(data_at + blocks * 32 + word[None, :], mask=there, other=0)
-            left = words * shift
-            for plane in tl.static_range(8):
-                column = blocks * 256 + plane * LAST
-                at = tl.minimum((column + word) // GROUP, GROUPS - 1)
-                pairs = tl.load(pairs_at + at[None, :], mask=there, other=0)
-                acc = _plane(acc, words, left, high, pairs, x_at, column, column + LAST, rows_known, COLUMNS, plane)
+            if plane % 4 == 0:
+                if WIDTH == 32:  # all of a turn are of one group
+                    group = tl.minimum((turn * 256 + plane * 32) // GROUP, GROUPS - 1)
+                    scale, offset = pair_of(tl.load(pairs_at + group, mask=known[:, None], other=0))
+                else:
+                    group = tl.minimum((first + plane * WIDTH) // GROUP, GROUPS - 1)
+                    scale, offset = pair_of(tl.load(pairs_at + group[None, :], mask=there, other=0))
+            at = first + plane * WIDTH
+            inside = (word < WORDS) & (at < COLUMNS)
+            x = tl.load(x_at + at[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0)
+            acc = tl.dot((nibble(words, plane) * scale - offset).to(x.dtype), x, acc)
     _write(acc, out_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, False, False, BIAS)
 
 
@@ -181,27 +156,30 @@ SHARED = 227 << 10
 
 
 def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -> Shape:
-    """What a product with so many rows is made with."""
+    """What a product with so many rows is made with.
+
+    A tile as wide as the rows reads the matrix once, and rows again for each tile of outputs: between the cache and
+    the processors there is little room, so that many rows want large tiles, and columns split until all are busy.
+    """
     outputs, columns = weight.shape
-    tile = 64 if rows <= 32 or (outputs < 64 * processors and rows <= 256) else 128
-    most = 64 if tile == 64 else 256 if weight.rounds and rows > 256 else 128
-    each = min(most, max(16, triton.next_power_of_2(rows)))
+    tile = 64 if rows <= 32 else 128
+    each = min(256 if weight.rounds else 64, max(16, triton.next_power_of_2(rows)))
     turn = 128 if weight.rounds else 64
     while 2 * stage_bytes(weight, tile, each, turn) > shared and max(tile, each) > 16:
         tile, each = (tile // 2, each) if tile > 64 or each == 16 else (tile, each // 2)
-    turns = columns // 256 if weight.kind == "int4" else -(-columns // turn)
-    programs = -(-outputs // tile) * -(-rows // each)
-    splits = 1
-    while splits < 16 and programs * splits < processors and turns >= 8 * splits:
-        splits *= 2
     stages = max(2, min(4, shared // stage_bytes(weight, tile, each, turn)))
+    # As many programs as run at a time, if columns are enough for eight turns each.
+    resident = max(1, min(3, shared // (stages * stage_bytes(weight, tile, each, turn))))
+    turns = columns // 256 if weight.kind == "int4" else columns // turn
+    splits = resident * processors // (-(-outputs // tile) * -(-rows // each))
+    splits = max(1, min(16, splits, turns // (2 if weight.kind == "int4" else 8)))
     return Shape(tile, each, turn, 8 if tile * each >= 128 * 128 else 4, stages, splits)
 
 
 def stage_bytes(weight: Packed, outputs: int, rows: int, turn: int) -> int:
-    """Shared memory of what is under way: tiles of the matrix and of rows; of four bits a whole block, with scales."""
+    """Shared memory of what is under way: tiles of the matrix and of rows; of four bits 256 columns, with scales."""
     if weight.kind == "int4":
-        return outputs * (BLOCK // 2 + 4 * PLANES) + rows * 2 * BLOCK
+        return outputs * (32 * 4 + 4 * PLANES) + rows * 2 * 32 * PLANES
     return turn * (outputs + rows * (1 if weight.rounds else 2)) + (0 if weight.rounds else turn * outputs)
 
 
@@ -230,16 +208,14 @@ def product(
     added = weight.scale if bias is None else bias
     grid = (triton.cdiv(rows, shape.rows), triton.cdiv(outputs, shape.outputs), shape.splits)
     same = {
-        "OUTPUTS": outputs, "COLUMNS": columns, "GROUP": weight.group, "GROUPS": weight.groups,
-        "BIAS": bias is not None,
+        "OUTPUTS": outputs, "COLUMNS": columns, "BIAS": bias is not None,
         "TILE": shape.outputs, "ROWS": shape.rows, "SPLITS": shape.splits,
         "num_warps": shape.warps, "num_stages": shape.stages,
     }  # fmt: skip
     if weight.kind == "int4":
         launch(
-            _nibble_product, grid, x, weight.data, weight.scale, added, parts, rows, weight.unit, LEFT, HIGH,
-            WORDS=weight.data.shape[1], LAST=last_plane(columns), TOGETHER=planes_of_a_group(columns, weight.group),
-            **same,
+            _nibble_product, grid, x, weight.data, weight.scale, added, parts, rows, weight.unit,
+            WORDS=weight.data.shape[1], WIDTH=weight.width, GROUP=weight.group, GROUPS=weight.groups, **same,
         )  # fmt: skip
     else:
         launch(

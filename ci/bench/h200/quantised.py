@@ -30,9 +30,9 @@ from anycore_cuda.kernels.int4 import nibble_matvec
 from anycore_cuda.kernels.int8 import byte_matvec
 from anycore_cuda.kernels.launch import launch
 from anycore_cuda.kernels.quantised import Packed, pack
-from anycore_cuda.kernels.quantised_dense import dense_product, dense_rows
+from anycore_cuda.kernels.quantised_dense import WORKSPACE, dense_product, dense_rows
 from anycore_cuda.kernels.quantised_products import SHARED, Shape, _join, product, shape_of, stage_bytes
-from anycore_cuda.kernels.quantised_rows import LARGEST, TORCH, round_rows
+from anycore_cuda.kernels.quantised_rows import fix, round_rows
 
 STARTED = time.perf_counter()
 SECONDS = float(os.environ.get("SECONDS", "170"))
@@ -73,12 +73,17 @@ def exact_rows(given: QuantisedWeight) -> Tensor:
 
 
 def as_rounded(x: Tensor, packed: Packed) -> Tensor:
-    """What the kernels make of rows, by torch's own rounding, in float64."""
+    """What the kernels make of rows, in float64; ties may go either way, so it is held to half a step, not to torch."""
     if not packed.rounds:
         return x.double()
-    scale = x.float().abs().amax(1, keepdim=True) / LARGEST[packed.kind]
-    numbers = (x.float() / scale).round() if packed.kind == "int8" else (x.float() / scale).to(TORCH["e4m3"])
-    return numbers.double() * scale.double()
+    numbers, scale, _ = round_rows(x, packed.kind)
+    made, unit = numbers.double() * scale.double()[:, None], scale.double()[:, None]
+    step = unit if packed.kind == "int8" else (made.abs() / 8).clamp_min(unit * 2**-9)
+    if not bool(((made - x.double()).abs() <= step * 0.501).all()):
+        print(
+            f"NOT NEAREST: {packed.kind} {tuple(x.shape)}: {float(((made - x.double()).abs() / step).max()):.3f} steps"
+        )
+    return made
 
 
 def check(backend: CudaBackend) -> None:
@@ -210,13 +215,16 @@ def jobs(backend: CudaBackend, where: str, name: str, counts: tuple[int, ...], t
         yield job("as it is", lambda w, x=x: quantised_linear.linear(x, w, None, chip))
         first = copies[0]
         if rows == 1:
-            one: Callable[..., Any] = nibble_matvec if first.kind == "int4" else byte_matvec
+            alone = _alone(first, x, chip.early)
+            yield job("product alone", partial(alone, None))
             if where in ("qkv", "gate_up"):
-                gate = "silu" if where == "gate_up" else None
+                more = (norm, 1e-6), (None, "silu" if where == "gate_up" else None, chip)
                 added = torch.randn_like(x)
-                yield job("with norm", partial(_normed, one, x, added, norm, gate, chip.early))
+                yield job(
+                    "with norm", lambda w, x=x, a=added, m=more: quantised_linear.norm_linear(x, a, *m[0], w, *m[1])
+                )
             for each in VECTORS["int4" if first.kind == "int4" else "byte"] if tune else ():
-                yield job(f"{each}", partial(_vector, one, x, each, chip.early), tried=True)
+                yield job(f"{each}", partial(alone, each), tried=True)
             continue
         if first.rounds:
             numbers, scale, _ = round_rows(x, first.kind)
@@ -231,18 +239,21 @@ def jobs(backend: CudaBackend, where: str, name: str, counts: tuple[int, ...], t
                 scaled = partial(_library, numbers, scale, library)
                 yield job("product alone, _scaled_mm", scaled)
         else:
+            if rows >= 144 or first.kind == "int8":
+                yield job("dense, then cuBLAS", lambda w, x=x: dense_product(x, w, BF16))
+                yield job("dense alone", lambda w: dense_rows(w, 0, min(w.shape[0], WORKSPACE // (2 * w.columns))))
+            if first.kind == "int8":
+                continue
             mine = shape_of(first, rows, chip.processors)
             tiles = partial(_tiles, x, None, chip.processors)
             yield job(f"tiles {_short(mine)}", partial(tiles, mine))
-            if rows >= 144:
-                yield job("dense, then cuBLAS", lambda w, x=x: dense_product(x, w, BF16))
         for other in _shapes(first, rows, mine) if tune and rows <= 256 else ():
             yield job(f"tiles {_short(other)}", partial(tiles, other), tried=True)
 
 
 VECTORS = {
-    "int4": ((4, 128, 4), (8, 128, 4), (8, 64, 2), (16, 64, 2), (4, 64, 2), (8, 256, 8)),
-    "byte": ((4, 2048, 4), (2, 4096, 8), (4, 1024, 2), (8, 1024, 4), (4, 4096, 8), (8, 512, 2)),
+    "int4": ((4, 32, 1), (4, 64, 2), (4, 128, 4), (8, 32, 1), (8, 64, 2), (8, 128, 4), (2, 128, 4)),
+    "byte": ((4, 512, 1), (4, 1024, 2), (4, 2048, 4), (8, 1024, 2), (8, 2048, 4), (2, 2048, 4), (2, 4096, 8)),
 }
 
 
@@ -263,12 +274,13 @@ def _short(shape: Shape) -> str:
     return "outputs rows turn warps stages splits " + " ".join(map(str, numbers))
 
 
-def _normed(one: Any, x: Tensor, added: Tensor, norm: Tensor, gate: str | None, early: bool, packed: Packed) -> Any:
-    return one(x, packed, None, None, added, norm, 1e-6, gate, early=early)
-
-
-def _vector(one: Any, x: Tensor, shape: tuple[int, int, int], early: bool, packed: Packed) -> Any:
-    return one(x, packed, shape=shape, early=early)
+def _alone(packed: Packed, x: Tensor, early: bool) -> Callable[[tuple[int, int, int] | None, Packed], Tensor]:
+    """One row's product, by shape, without what prepares the row."""
+    if packed.kind == "int4":
+        fixed, _ = fix(x, packed)
+        return lambda shape, w: nibble_matvec(fixed, w, None, BF16, shape=shape, early=early)
+    numbers, scale = round_rows(x, packed.kind)[:2] if packed.rounds else (x, None)
+    return lambda shape, w: byte_matvec(numbers, w, scale, None, BF16, shape=shape, early=early)
 
 
 def _tiles(x: Tensor, scale: Tensor | None, processors: int, shape: Shape, packed: Packed) -> Tensor:
