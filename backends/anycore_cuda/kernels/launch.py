@@ -7,8 +7,8 @@ to know of integers, and all constants and options. Calls that agree in these ru
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,13 +75,33 @@ class Launcher:
             return
         self._compiling = {}
         try:
-            with ThreadPoolExecutor(os.cpu_count(), "compile", torch.cuda.set_device, (device,)) as threads:
+            with _Threads(os.cpu_count(), "compile", torch.cuda.set_device, (device,)) as threads:
                 with triton.AsyncCompileMode(threads):
                     yield
                 kernels = {found.result() if hasattr(found, "result") else found for found in self._compiling.values()}
                 list(threads.map(_load, kernels))
         finally:
             self._compiling = None
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that compile. Python 3.11 now and then fails to parse on several at a time; then they do it again."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        return super().submit(_patiently, work, *args, **named)
+
+
+def _patiently(work: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    for _ in range(20):
+        try:
+            return work(*args, **named)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, SystemError):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+    return work(*args, **named)
 
 
 def _load(kernel: Any) -> None:
