@@ -62,6 +62,11 @@ hasty: list[str] = []
 """Kernels that start early and touch what others write before they wait."""
 
 
+INSTRUCTIONS = ("dp4a.s32.s32", "dp4a.u32.s32", "cvt.rn.f16x2.e4m3x2", "cvt.rn.satfinite.e4m3x2.f32")
+used: set[str] = set()
+"""Which of these the kernels are made of."""
+
+
 def waits(kernel: Any) -> bool:
     """Whether a kernel waits before it writes, or, unless that is how it reads its weights, reads."""
     before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
@@ -72,6 +77,7 @@ def waits(kernel: Any) -> bool:
 
 def leave_out(kernel: Any) -> None:
     """In place of loading a kernel: launches of it do nothing."""
+    used.update(name for name in INSTRUCTIONS if name in kernel.asm["ptx"])
     if kernel.metadata.launch_pdl and not waits(kernel):
         hasty.append(kernel.name)
     kernel.module, kernel.function, kernel._run = "none", 0, lambda *arguments: None
@@ -143,7 +149,10 @@ def main(folder: str) -> None:
     compiled.clear()
     with torch.inference_mode(), launch.compiling(backend.device):
         compile_quantised(ops)
-    found = {"rehearsed": sorted(rehearsed), "missing": missing, "hasty": hasty, "quantised": sorted(set(compiled))}
+    found = {
+        "rehearsed": sorted(rehearsed), "missing": missing, "hasty": hasty, "quantised": sorted(set(compiled)),
+        "unused": sorted(set(INSTRUCTIONS) - used),
+    }  # fmt: skip
     print(json.dumps(found))
 
 

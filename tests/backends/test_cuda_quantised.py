@@ -16,7 +16,7 @@ from anycore_cuda.kernels import quantised_products
 from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import dense_product, dense_rows
 from anycore_cuda.kernels.quantised_products import Shape, product
-from anycore_cuda.kernels.quantised_rows import TORCH, round_rows
+from anycore_cuda.kernels.quantised_rows import TORCH, fix, round_rows
 from anycore_cuda.ops import CudaOps
 
 HALF = torch.float16
@@ -105,21 +105,39 @@ def test_one_row_with_all_around_it(shape: tuple[int, int]) -> None:
     x, residual = torch.randn(2, 1, columns, generator=generator, dtype=torch.float32).half().unbind(0)
     scale = 1 + torch.rand(columns, generator=generator)
     bias = torch.randn(outputs, generator=generator).half()
-    for e4m3 in (True, False):
+    every = weights_of(shape)
+    for weight, e4m3 in (*((weight, True) for weight in every), (every[-1], False)):
         ops = opened(e4m3).ops
-        for weight in weights_of(shape):
-            packed = ops.pack(weight)
-            gate = "silu" if outputs % 2 == 0 else None
-            out, total = ops.norm_linear(x, residual, scale, 1e-6, packed, bias, gate)
-            assert torch.equal(total, x + residual)
-            wide = total.double()
-            normed = (wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * scale).half()
-            exact = normed.double() @ exact_rows(weight).T + bias
-            if gate:
-                exact = torch.nn.functional.silu(exact[:, : outputs // 2]) * exact[:, outputs // 2 :]
-            # A row rounded to e4m3 is off by a sixteenth in places, and so may be either factor of a gate.
-            room = 5 * allowed(packed) if gate else 2 * allowed(packed)
-            torch.testing.assert_close(out.double(), exact, rtol=room, atol=room)
+        packed = ops.pack(weight)
+        gate = "silu" if outputs % 2 == 0 else None
+        out, total = ops.norm_linear(x, residual, scale, 1e-6, packed, bias, gate)
+        assert torch.equal(total, x + residual)
+        wide = total.double()
+        normed = (wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * scale).half()
+        exact = normed.double() @ exact_rows(weight).T + bias
+        if gate:
+            exact = torch.nn.functional.silu(exact[:, : outputs // 2]) * exact[:, outputs // 2 :]
+        # A row rounded to e4m3 is off by a sixteenth in places, and so may be either factor of a gate.
+        room = 5 * allowed(packed) if gate else 2 * allowed(packed)
+        torch.testing.assert_close(out.double(), exact, rtol=room, atol=room)
+
+
+@pytest.mark.parametrize(("columns", "group", "width"), [(3584, 128, 32), (576, 64, 8), (352, 16, 4), (1100, 1100, 4)])
+def test_a_vector_in_fixed_point_keeps_16_bits(columns: int, group: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(1, columns, generator=generator).half()
+    x[0, 3] = 1000  # costs its neighbours bits, others none
+    packed = pack(int4_weight((2, columns), group, HALF, generator), e4m3=True)
+    assert isinstance(packed, Packed)
+    assert packed.width == width
+    fixed, _ = fix(x, packed)
+    # [byte, half, words] → [byte, blocks, half, byte of a word, words]: the order of columns.
+    halves = fixed.bytes.view(2, 2, -1, width).transpose(1, 2).contiguous().view(torch.int8)
+    upper, lower = halves.view(2, -1, 2, width, 4).transpose(3, 4).reshape(2, -1).double()
+    unit = fixed.unit.double().repeat_interleave(256)
+    error = ((256 * upper + lower)[:columns] * unit[:columns] - x[0].double()).abs()
+    assert bool((error <= unit[:columns] / 1.99).all())
+    assert float(fixed.unit[-1]) < 1e-3
 
 
 @pytest.mark.parametrize("kind", ["int8", "e4m3"])
