@@ -35,7 +35,7 @@ KNOWN = tuple(
 SCHEMES = ("w8a8", "w4a16", "fp8", "gguf")
 ROUNDED = (
     "w8a8 rounds what it multiplies to int8, a scale a token; w4a16 and gguf multiply it as it is, and so does fp8 "
-    "before sm89, which from there on rounds it to e4m3"
+    "before sm89, which from there on rounds it to e4m3; a single row meets 4-bit weights in 16 bits of fixed point"
 )
 
 TOO_OLD = "the kernels need compute capability 8.0 (Ampere) or newer"
