@@ -25,6 +25,20 @@ def dot4(a, b, total, SIGNED: tl.constexpr):
 
 
 @triton.jit
+def and_or(words, MASK: tl.constexpr, BITS: tl.constexpr):
+    """words & MASK | BITS, in one instruction: the compiler would take two, because constants are."""
+    mask = tl.full(words.shape, MASK, tl.int32)
+    bits = tl.full(words.shape, BITS, tl.int32)
+    if COMPILED:
+        found = tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", [words, mask, bits], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        found = words & mask | bits
+    return found
+
+
+@triton.jit
 def e4m3_to_float(bits):
     # Of bytes, whatever the chip: a float16 has the same order of bits, one exponent bit more and seven bits behind.
     wide = bits.to(tl.int16)

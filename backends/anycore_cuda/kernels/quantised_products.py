@@ -147,7 +147,8 @@ def _nibble_product(
             at = first + plane * WIDTH
             inside = (word < WORDS) & (at < COLUMNS)
             x = tl.load(x_at + at[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0)
-            acc = tl.dot((nibble(words, plane) * scale - offset).to(x.dtype), x, acc)
+            numbers, origin = nibble(words, plane)
+            acc = tl.dot((numbers * scale - (origin * scale + offset)).to(x.dtype), x, acc)
     _write(acc, out_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, False, False, BIAS)
 
 
@@ -162,12 +163,13 @@ def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -
     the processors there is little room, so that many rows want large tiles, and columns split until all are busy.
     """
     outputs, columns = weight.shape
-    tile = 64 if rows <= 32 else 128
+    tile = 64 if rows <= 32 or weight.kind == "int4" else 128
     each = min(256 if weight.rounds else 64, max(16, triton.next_power_of_2(rows)))
     turn = 128 if weight.rounds else 64
     while 2 * stage_bytes(weight, tile, each, turn) > shared and max(tile, each) > 16:
         tile, each = (tile // 2, each) if tile > 64 or each == 16 else (tile, each // 2)
-    stages = max(2, min(4, shared // stage_bytes(weight, tile, each, turn)))
+    # Dots of 4 bits wait for each other: more programs at a time hide that, where fewer stages leave room for them.
+    stages = max(2, min(3 if weight.kind == "int4" else 4, shared // stage_bytes(weight, tile, each, turn)))
     # As many programs as run at a time, if columns are enough for eight turns each.
     resident = max(1, min(3, shared // (stages * stage_bytes(weight, tile, each, turn))))
     turns = columns // 256 if weight.kind == "int4" else columns // turn
