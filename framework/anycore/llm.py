@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,9 @@ from anycore.text.render import Rendered, Renderer
 Prompt = str | list[int]
 Message = dict[str, Any]
 Vector = NDArray[np.float32]
+
+AT_ONCE = 512
+"""Requests that are handed to the engine between two steps, so that it begins before all of them are tokenised."""
 
 
 @dataclass(slots=True)
@@ -129,7 +132,7 @@ class LLM:
             texts[request.id] = [
                 Detokenizer(self.renderer.tokenizer, request.sampling, request.token_ids) for _ in range(count)
             ]
-        for delta in self._run(requests):
+        for delta in self._run(requests, len(requests)):
             output = outputs[delta.id][delta.index]
             if output.finish_reason is None and self._extend(output, texts[delta.id][delta.index], delta):
                 self.engine.abort(delta.id, delta.index)
@@ -178,9 +181,10 @@ class LLM:
     ) -> list[list[float]]:
         """Return one vector for each text, in order."""
         self._need(Task.EMBED)
-        rendered = [self.renderer.embedding(item, prompt_name, truncate) for item in _listed(texts)]
+        items = _listed(texts)
+        rendered = self.renderer.each(lambda item: self.renderer.embedding(item, prompt_name, truncate), items)
         params = PoolingParams(dimensions=dimensions, normalize=normalize)
-        return [vector.tolist() for vector in self._vectors(rendered, params)]
+        return [vector.tolist() for vector in self._vectors(rendered, len(items), params)]
 
     def rerank(
         self,
@@ -200,33 +204,52 @@ class LLM:
 
     def score(
         self,
-        query: str,
+        query: str | Sequence[str],
         documents: Sequence[str],
         *,
         instruction: str | None = None,
         truncate: int | bool | None = None,
         raw_scores: bool = False,
     ) -> list[float]:
-        """Return the relevance of each document to the query, in order."""
+        """Return the relevance of each document to the query, in order; of several queries each has its document."""
         self._need(Task.RERANK)
-        params = PoolingParams(raw_scores=raw_scores)
+        queries = [query] * len(documents) if isinstance(query, str) else list(query)
+        if len(queries) != len(documents):
+            raise BadRequest(f"{len(queries)} queries for {len(documents)} documents", param="query")
         if self.spec.score is not None and self.spec.score.kind == "cosine":
-            rendered = [self.renderer.query(query, instruction, truncate)]
-            rendered += [self.renderer.document(text, truncate) for text in documents]
-            first, *others = self._vectors(rendered, PoolingParams(normalize=True))
-            return [float(first @ other) for other in others]
-        pairs = [self.renderer.pair(query, text, instruction, truncate) for text in documents]
-        deltas = self._pooled(pairs, params)
+            return self._cosines(queries, documents, instruction, truncate)
+        pairs = list(zip(queries, documents, strict=True))
+        rendered = self.renderer.each(lambda pair: self.renderer.pair(*pair, instruction, truncate), pairs)
+        deltas = self._pooled(rendered, len(pairs), PoolingParams(raw_scores=raw_scores))
         return [delta.scores[-1] for delta in deltas if delta.scores is not None]  # of two labels, "relevant"
 
-    def _vectors(self, rendered: list[Rendered], params: PoolingParams) -> list[Vector]:
-        deltas = self._pooled(rendered, params)
+    def _cosines(
+        self, queries: Sequence[str], documents: Sequence[str], instruction: str | None, truncate: int | bool | None
+    ) -> list[float]:
+        """Score pairs with a bi-encoder; a query that comes often is computed once."""
+        different = list(dict.fromkeys(queries))
+        asked = self.renderer.each(lambda text: self.renderer.query(text, instruction, truncate), different)
+        answers = self.renderer.each(lambda text: self.renderer.document(text, truncate), documents)
+        count = len(different) + len(documents)
+        vectors = self._vectors(itertools.chain(asked, answers), count, PoolingParams(normalize=True))
+        of_query = dict(zip(different, vectors, strict=False))
+        return [float(of_query[q] @ vector) for q, vector in zip(queries, vectors[len(different) :], strict=True)]
+
+    def _vectors(self, rendered: Iterable[Rendered], count: int, params: PoolingParams) -> list[Vector]:
+        deltas = self._pooled(rendered, count, params)
         return [np.frombuffer(delta.vector, dtype="<f4") for delta in deltas if delta.vector is not None]
 
-    def _pooled(self, rendered: list[Rendered], params: PoolingParams) -> list[Delta]:
-        requests = [self._request(item, pooling=params) for item in rendered]
-        found = {delta.id: delta for delta in self._run(requests)}
-        return [found[request.id] for request in requests]
+    def _pooled(self, rendered: Iterable[Rendered], count: int, params: PoolingParams) -> list[Delta]:
+        names: list[str] = []
+
+        def requests() -> Iterator[NewRequest]:
+            for item in rendered:
+                request = self._request(item, pooling=params)
+                names.append(request.id)
+                yield request
+
+        found = {delta.id: delta for delta in self._run(requests(), count)}
+        return [found[name] for name in names]
 
     # --- running ------------------------------------------------------------------------------------------------
 
@@ -242,25 +265,32 @@ class LLM:
             pooling=pooling,
         )
 
-    def _run(self, requests: list[NewRequest]) -> Iterator[Delta]:
-        """Run requests together, admitting them as the queue allows; whatever happens, none stays behind."""
+    def _run(self, requests: Iterable[NewRequest], count: int) -> Iterator[Delta]:
+        """Run requests together, admitting them as the queue allows; whatever happens, none stays behind.
+
+        They may still be in the making: the device works on those that are there.
+        """
         queue = iter(requests)
         upcoming = next(queue, None)
+        added: list[str] = []
         finished = 0
         try:
             while upcoming is not None or self.engine.has_work():
-                while upcoming is not None and self.engine.has_room(upcoming):
+                room = AT_ONCE
+                while upcoming is not None and room and self.engine.has_room(upcoming):
                     self.engine.add(upcoming)
+                    added.append(upcoming.id)
                     upcoming = next(queue, None)
+                    room -= 1
                 for delta in self.engine.step():
                     _raise_for(delta)
                     finished += delta.finish is not None and delta.index == 0
                     yield delta
                 if self._progress is not None:
-                    self._progress("requests", finished / len(requests))
+                    self._progress("requests", finished / count)
         finally:
-            for request in requests:
-                self.engine.abort(request.id)
+            for name in added:
+                self.engine.abort(name)
 
     def _deltas(self) -> Iterator[Delta]:
         while self.engine.has_work():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from anycore.cli.main import main
+from anycore.errors import BadRequest
 from anycore.llm import LLM
 
 TEXTS = ["Paris is the capital of France.", "The quick brown fox jumps over the lazy dog."]
@@ -117,3 +118,14 @@ def test_no_input_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["embed", "m"]) == 2
     assert "there is no input: give it as arguments, or on standard input" in capsys.readouterr().err
+
+
+def test_scores_of_many_pairs_are_those_of_each_query_alone(t_ce: Path) -> None:
+    llm = LLM(str(t_ce), task="rerank", dtype="float32", threads=1)
+    queries = [f"question {i % 3}" for i in range(40)]
+    documents = [f"answer {i} " * (i % 5 + 1) for i in range(40)]
+    together = llm.score(queries, documents)
+    alone = [llm.score(query, [document])[0] for query, document in zip(queries, documents, strict=True)]
+    assert together == pytest.approx(alone, abs=1e-6)
+    with pytest.raises(BadRequest, match="2 queries for 40 documents"):
+        llm.score(queries[:2], documents)

@@ -364,3 +364,19 @@ def test_a_gguf_bert_has_segments(t_bert: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_source(source)
     theirs = AutoTokenizer.from_pretrained(t_bert)("the dog", "the river bank")
     assert tokenizer.encode_pair("the dog", "the river bank") == (theirs["input_ids"], theirs["token_type_ids"])
+
+
+def test_many_are_rendered_in_order_as_one_by_one(lm: Renderer) -> None:
+    texts = [f"text number {i} " * (i % 7 + 1) for i in range(100)]
+    one_by_one = [lm.text(text).token_ids for text in texts]
+    assert [rendered.token_ids for rendered in lm.each(lm.text, texts)] == one_by_one
+
+
+def test_a_refusal_among_many_is_raised_at_its_place(lm: Renderer) -> None:
+    texts = ["fine"] * 60 + ["\ud800"] + ["fine"] * 60
+    found = lm.each(lm.text, texts)
+    with pytest.raises(BadRequest, match="Unicode"):
+        for count in range(len(texts)):
+            last = count
+            next(found)
+    assert last <= 60

@@ -49,17 +49,9 @@ def opened(**settings: Any) -> Any:
 
 def rerank(llm: Any) -> float:
     """Tokenise and score every pair."""
-    from anycore.engine.request import NewRequest, PoolingParams
-
     queries, documents = pairs()
     start = time.perf_counter()
-    requests = []
-    for i, (query, document) in enumerate(zip(queries, documents, strict=True)):
-        pair = llm.renderer.pair(query, document, None, None)
-        one = NewRequest(id=str(i), task=llm.task, token_ids=pair.token_ids, pooling=PoolingParams())
-        one.token_types = pair.token_types
-        requests.append(one)
-    drain(llm.engine, requests)
+    llm.score(queries, documents)
     return time.perf_counter() - start
 
 

@@ -52,10 +52,8 @@ def _render(body: EmbeddingBody, model: ServedModel, names: list[str]) -> list[R
     truncate, side = body.cut()
     prompt = body.input_type if body.prompt_name is None else body.prompt_name
     renderer = model.renderer
-    return [
-        renderer.embedding(item, prompt, truncate, side, param=name)
-        for item, name in zip(body.input, names, strict=True)
-    ]
+    items = list(zip(body.input, names, strict=True))
+    return list(renderer.each(lambda item: renderer.embedding(item[0], prompt, truncate, side, param=item[1]), items))
 
 
 def dimensions_of(model: ServedModel, asked: int | None) -> int | None:

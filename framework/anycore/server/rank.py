@@ -59,14 +59,16 @@ def _render_pairs(
 ) -> list[Rendered]:
     truncate, side = body.cut()
     shortened = [_shorten(model, text, side, body) for text in documents]
-    rendered = []
-    for q, d in pairs:
+
+    def render(place: tuple[int, int]) -> Rendered:
+        q, d = place
         text, was_cut = shortened[d]
         pair = model.renderer.pair(
             queries[q], text, body.instruction, truncate, side, body.apply_template, param=names[1][d]
         )
-        rendered.append(Rendered(pair.token_ids, pair.token_types, pair.truncated or was_cut))
-    return rendered
+        return Rendered(pair.token_ids, pair.token_types, pair.truncated or was_cut)
+
+    return list(model.renderer.each(render, pairs))
 
 
 def _render_apart(
@@ -74,12 +76,15 @@ def _render_apart(
 ) -> list[Rendered]:
     """Render queries and documents on their own, each with its prompt."""
     truncate, side = body.cut()
-    rendered = [model.renderer.query(text, body.instruction, truncate, side) for text in queries]
-    for text, name in zip(documents, names[1], strict=True):
+
+    def render(item: tuple[str, str]) -> Rendered:
+        text, name = item
         kept, was_cut = _shorten(model, text, side, body)
         document = model.renderer.document(kept, truncate, side, param=name)
-        rendered.append(Rendered(document.token_ids, document.token_types, document.truncated or was_cut))
-    return rendered
+        return Rendered(document.token_ids, document.token_types, document.truncated or was_cut)
+
+    asked = [model.renderer.query(text, body.instruction, truncate, side) for text in queries]
+    return [*asked, *model.renderer.each(render, list(zip(documents, names[1], strict=True)))]
 
 
 def _shorten(model: ServedModel, text: str, side: str, body: RankBody) -> tuple[str, bool]:
