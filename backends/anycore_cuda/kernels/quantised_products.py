@@ -164,7 +164,7 @@ def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -
     """
     outputs, columns = weight.shape
     tile = 64 if rows <= 32 or weight.kind == "int4" else 128
-    each = min(256 if weight.rounds else 64, max(16, triton.next_power_of_2(rows)))
+    each = min(256 if weight.rounds else 32, max(16, triton.next_power_of_2(rows)))
     turn = 128 if weight.rounds else 64
     while 2 * stage_bytes(weight, tile, each, turn) > shared and max(tile, each) > 16:
         tile, each = (tile // 2, each) if tile > 64 or each == 16 else (tile, each // 2)

@@ -258,14 +258,13 @@ VECTORS = {
 
 
 def _shapes(packed: Packed, rows: int, mine: Shape) -> Iterator[Shape]:
-    """Others than ours: tiles, how many rows share one, turns, splits."""
+    """Others than ours: tiles, how many rows share one, stages, splits."""
     most = min(256, max(16, triton.next_power_of_2(rows)))
-    turns = (128, 256) if packed.rounds else (64,)
-    for tile, each, turn in product_of((64, 128), sorted({most, min(128, most), min(64, most)}), turns):
+    stages = (3, 4) if packed.rounds else (2, 3)
+    for tile, each, depth in product_of((64, 128), sorted({most, min(128, most), min(64, most)}), stages):
         for splits in sorted({mine.splits, max(1, mine.splits // 2), min(16, 2 * mine.splits)}):
-            stages = min(4, SHARED // stage_bytes(packed, tile, each, turn))
-            found = Shape(tile, each, turn, 8 if tile * each >= 128 * 128 else 4, stages, splits)
-            if found != mine and stages > 1:
+            found = Shape(tile, each, mine.columns, 8 if tile * each >= 128 * 128 else 4, depth, splits)
+            if found != mine and (depth - 1) * stage_bytes(packed, tile, each, mine.columns) <= SHARED:
                 yield found
 
 
