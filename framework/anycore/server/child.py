@@ -123,11 +123,12 @@ def run(boot: wire.Boot, launch: Launch) -> int:
     try:
         planned, build = launch(boot, link.progress)
         link.send(planned)
-        if any(isinstance(command, wire.Stop) for command in link.receive(wait=True)):
+        early = link.receive(wait=True)
+        if any(isinstance(command, wire.Stop) for command in early):
             return 0
         engine, card = build(link.progress)
         link.send(wire.Ready(card, engine.stats()))
-        turn(engine, link, card)
+        turn(engine, link, card, early)
         return 0
     except AnycoreError as error:
         log.debug("giving up", exc_info=error)
@@ -141,11 +142,12 @@ def run(boot: wire.Boot, launch: Launch) -> int:
         link.close()
 
 
-def turn(engine: Engine, link: Link, card: dict[str, Any]) -> None:
-    """Take commands and step while there is work; sleep while there is none."""
+def turn(engine: Engine, link: Link, card: dict[str, Any], early: list[wire.Command]) -> None:
+    """Take commands and step while there is work; sleep while there is none. `early` ones came before the engine."""
     while True:
         output = wire.Output()
-        for command in link.receive(wait=not engine.has_work()):
+        commands, early = early or link.receive(wait=not engine.has_work()), []
+        for command in commands:
             if isinstance(command, wire.Stop):
                 return
             if isinstance(command, wire.Attach):

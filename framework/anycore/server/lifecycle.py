@@ -11,6 +11,7 @@ from pathlib import Path
 from anycore import plugins
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import Unavailable
+from anycore.models.spec import Architecture
 from anycore.server import wire
 from anycore.server.app import create_app
 from anycore.server.aside import aside
@@ -129,15 +130,19 @@ class Server:
         planned = await asyncio.gather(*(client.planned for client in self.clients))
         for client in self.clients:
             client.load()
-        template = self.config.allow_request_template
-        for model, plan in zip(self.served, planned, strict=True):
-            await aside(model.read, plan, found.architectures(), template)
-        await asyncio.gather(*(client.ready for client in self.clients))
+        attached = [] if self.fronts is None else [self.fronts.attach(self._front_boot(listener, planned))]
+        read = self._read(planned, found.architectures())
+        await asyncio.gather(read, *attached, *(client.ready for client in self.clients))
         if self.fronts is not None:
-            await self.fronts.attach(self._front_boot(listener, planned))
             for client in self.clients:
                 client.forget_paths()
         log.info("ready: %s", ", ".join(name for model in self.served for name in model.names))
+
+    async def _read(self, planned: list[wire.Planned], architectures: Sequence[Architecture]) -> None:
+        """Read tokenizers and templates while the engines load."""
+        template = self.config.allow_request_template
+        for model, plan in zip(self.served, planned, strict=True):
+            await aside(model.read, plan, architectures, template)
 
     def _front_boot(self, listener: socket.socket, planned: list[wire.Planned]) -> FrontBoot:
         return FrontBoot(
