@@ -101,15 +101,11 @@ def _byte_product(
     for turn in range(first, tl.minimum(first + each, turns)):
         column = turn * TURN + at
         inside = column < COLUMNS
-        tile = tl.load(data_at + column[None, :], mask=known[:, None] & inside[None, :], other=0)
+        tile = tl.load(data_at + column[None, :], mask=known[:, None] & inside[None, :], other=0.0)
         x = tl.load(x_at + column[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0)
-        if ROUNDS:
-            if KIND == "int8":
-                acc = tl.dot(tile, x, acc, out_dtype=tl.int32)
-            else:
-                acc = tl.dot(tile.to(tl.float8e4nv, bitcast=True), x, acc)
-        else:
-            acc = tl.dot(bytes_to_float(tile, KIND).to(x.dtype), x, acc)
+        if not ROUNDS:
+            tile = bytes_to_float(tile, KIND).to(x.dtype)
+        acc = tl.dot(tile, x, acc, out_dtype=sums)
     _write(
         acc, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, True, ROUNDS, BIAS
     )
@@ -220,8 +216,10 @@ def product(
             WORDS=weight.data.shape[1], WIDTH=weight.width, GROUP=weight.group, GROUPS=weight.groups, **same,
         )  # fmt: skip
     else:
+        # With its own type, so that tiles go to the tensor cores as they lie in memory.
+        data = weight.data.view(x.dtype) if weight.rounds else weight.data
         launch(
-            _byte_product, grid, x, weight.data, weight.scale, scales, added, parts, rows, weight.unit,
+            _byte_product, grid, x, data, weight.scale, scales, added, parts, rows, weight.unit,
             KIND=weight.kind, ROUNDS=weight.rounds, TURN=shape.columns, **same,
         )  # fmt: skip
     if split:
