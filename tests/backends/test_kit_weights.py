@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from packing import SmallOps, keeping
+from torch import Tensor
 
 from anycore.contract import endtoend_weights
 from anycore.contract.declare import BackendSpec
 from anycore.contract.formats import SCHEMES
 from anycore.contract.ops import Ops
 from anycore.contract.testing import BackendConformance, held_cases
-from anycore.contract.weights import DenseWeight, Weight
+from anycore.contract.weights import DenseWeight, Fp8Weight, Weight
 
 
 class Shuffled(SmallOps):
@@ -33,6 +35,18 @@ class Dense(SmallOps):
         return weight.dense()
 
 
+class Rounding(SmallOps):
+    """Right, and rounds what quantised weights multiply as coarsely as is allowed: a scale a row."""
+
+    def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
+        if isinstance(handle, Tensor):
+            return super().linear(x, handle, bias)
+        kind, largest = (torch.float8_e4m3fn, 448) if isinstance(handle, Fp8Weight) else (torch.int8, 127)
+        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-9) / largest
+        steps = x / scale if kind.is_floating_point else (x / scale).round()
+        return super().linear((steps.to(kind).float() * scale).to(x.dtype), handle, bias)
+
+
 def use(monkeypatch: pytest.MonkeyPatch, ops: type[Ops]) -> None:
     loaded = keeping(ops)
     monkeypatch.setattr(endtoend_weights, "load", lambda: loaded)
@@ -47,15 +61,25 @@ def test_a_right_backend_passes(scheme: str, tmp_path: Path, monkeypatch: pytest
     endtoend_weights.check_rerank("cpu", "float32", scheme, tmp_path / "rerank", 16)
 
 
+@pytest.mark.parametrize("head_dim", [16, 128])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_wrong_scales_are_found(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_may_round_rows(scheme: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Rounding)
+    endtoend_weights.check_generate("cpu", "bfloat16", scheme, tmp_path / "model", head_dim, tied=False)
+    endtoend_weights.check_embed("cpu", "bfloat16", scheme, tmp_path / "embed", head_dim)
+    endtoend_weights.check_rerank("cpu", "bfloat16", scheme, tmp_path / "rerank", head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_wrong_scales_are_found(scheme: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Shuffled)
     with pytest.raises(AssertionError, match="below the best"):
-        endtoend_weights.check_generate("cpu", "float32", scheme, tmp_path / "m", 64, tied=False)
+        endtoend_weights.check_generate("cpu", "float32", scheme, tmp_path / "m", head_dim, tied=False)
     with pytest.raises(AssertionError, match="has cosine"):
-        endtoend_weights.check_embed("cpu", "float32", scheme, tmp_path / "embed", 64)
-    with pytest.raises(AssertionError, match="is off by"):
-        endtoend_weights.check_rerank("cpu", "float32", scheme, tmp_path / "rerank", 64)
+        endtoend_weights.check_embed("cpu", "float32", scheme, tmp_path / "embed", head_dim)
+    with pytest.raises(AssertionError, match="are off by"):
+        endtoend_weights.check_rerank("cpu", "float32", scheme, tmp_path / "rerank", head_dim)
 
 
 def test_dense_weights_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,9 +61,10 @@ def open_engine(backend: str, folder: Path, task: Task, dtype: str, **settings: 
     return build(prepare(config, load()))
 
 
-def prompts() -> list[list[int]]:
+def prompts(times: int = 1) -> list[list[int]]:
+    """So many of each length, each of its own."""
     chosen = random.Random(0)
-    return [[chosen.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
+    return [[chosen.randrange(3, VOCAB) for _ in range(length)] for length in times * LENGTHS]
 
 
 def run(engine: Engine, inputs: list[list[int]]) -> list[list[Delta]]:

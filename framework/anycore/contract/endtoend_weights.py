@@ -25,13 +25,24 @@ from anycore.models.quantization import Quantization
 from anycore.models.rounding import quantise
 from anycore.plugins import load
 
-NEAR_BEST = 0.5
-"""How far below the best logit a chosen one may be, in standard deviations of a row of logits."""
+# What a right backend may need that rounds the rows it multiplies: it was written in plain torch and run on random
+# models of head sizes 16, 64 and 128 with hundreds of texts. Rows rounded to int8 keep steps of a 127th of their
+# largest number, in e4m3 4 bits of each number: some 3 times as much is lost. Scales that went to the wrong rows are
+# off by more than is allowed here: tests/backends/test_kit_weights.py holds both to it.
 
-NEAR = 1e-1
-"""How far scores may be from transformers', absolutely and relatively: rounding rows to int8 moves some by 0.065."""
+NEAR_BEST = 1.0
+"""How far below the best logit a chosen one may be, in standard deviations of a row of logits. Rounding took
+0.6, wrong scales 2.7 and more."""
 
-COSINE = 0.995
+NEAR, NEAR_FP8 = 0.3, 0.6
+"""How far scores may be from transformers': the root mean square over texts, as a share of the standard deviation of
+transformers' own. int8 took up to 0.21, e4m3 0.50; wrong scales take 0.77 and more."""
+
+COSINE, COSINE_FP8 = 0.995, 0.95
+"""Least cosine with transformers' vectors. int8 came down to 0.9966, e4m3 to 0.963; wrong scales stay below 0.89."""
+
+TEXTS = 4
+"""Texts of each length that are scored: enough of them for a mean."""
 
 PADDED = 1.25
 """What a backend's layout of small matrices may take, as a multiple of what their formats are counted with."""
@@ -102,7 +113,7 @@ def check_generate(backend: str, dtype: str, scheme: str, folder: Path, head_dim
     alone = [generated(engine, [tokens])[0] for tokens in inputs]
     for name, found in (("together", together), ("alone", alone)):
         for tokens, ids in zip(inputs, found, strict=True):
-            rows = model(torch.tensor([tokens + ids])).logits[0, len(tokens) - 1 : -1].double()
+            rows = model(torch.tensor([tokens + ids])).logits[0, len(tokens) - 1 : -1].detach().double()
             missed = rows.amax(-1) - rows.gather(1, torch.tensor(ids)[:, None])[:, 0]
             off = float((missed / rows.std(-1)).max())
             assert off <= NEAR_BEST, f"{name}: a chosen token is {off:.3g} deviations below the best"
@@ -121,7 +132,8 @@ def check_embed(backend: str, dtype: str, scheme: str, folder: Path, head_dim: i
         rows = model(torch.tensor([tokens])).last_hidden_state[0].detach()
         exact = torch.nn.functional.normalize(rows[0] if pooling.kind == "cls" else rows.mean(0), dim=0).numpy()
         cosine = float(np.dot(exact, vector(deltas)))
-        assert cosine >= COSINE, f"a vector of {len(tokens)} tokens has cosine {cosine:.5g}"
+        least = COSINE_FP8 if scheme == "fp8" else COSINE
+        assert cosine >= least, f"a vector of {len(tokens)} tokens has cosine {cosine:.5g}"
 
 
 def check_rerank(backend: str, dtype: str, scheme: str, folder: Path, head_dim: int) -> None:
@@ -131,9 +143,8 @@ def check_rerank(backend: str, dtype: str, scheme: str, folder: Path, head_dim: 
     save_encoder(folder, head_dim, Task.RERANK, heads=max(2, 128 // head_dim))
     engine, reference = open_quantised(backend, folder, Task.RERANK, dtype, scheme)
     model: Any = AutoModelForSequenceClassification.from_pretrained(reference, dtype=torch.float32)
-    exact = [float(model(torch.tensor([tokens])).logits) for tokens in prompts()]
-    scale = max(1.0, max(map(abs, exact)))
-    for score, deltas in zip(exact, run(engine, prompts()), strict=True):
-        assert deltas[-1].scores is not None
-        off = abs(deltas[-1].scores[0] - score)
-        assert off <= NEAR * scale, f"a score of {score:.4g} is off by {off:.3g}"
+    exact = np.array([float(model(torch.tensor([tokens])).logits) for tokens in prompts(TEXTS)])
+    found = np.array([(deltas[-1].scores or [np.nan])[0] for deltas in run(engine, prompts(TEXTS))])
+    off = float(np.sqrt(np.mean((found - exact) ** 2)) / exact.std())
+    allowed = NEAR_FP8 if scheme == "fp8" else NEAR
+    assert off <= allowed, f"scores are off by {off:.3g} of their standard deviation; {allowed} is allowed"
