@@ -33,6 +33,11 @@ def main() -> int:
     for task in WORKLOADS:
         parser.add_argument(f"--{task}", metavar="MODEL", help=f"model to {task} with")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--ours", default="", help="further flags of anycore, such as '--quantization w8a8'")
+    parser.add_argument("--peer", help="another peer than the usual one (peers.py lists them)")
+    parser.add_argument("--peer-model", help="its model, where that is another file")
+    parser.add_argument("--peer-dtype", help="its type, where that has another name")
+    parser.add_argument("--peer-python", default=sys.executable, help="the Python of its environment")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each engine (default: 3)")
     parser.add_argument("--only", help="comma-separated workloads (default: all of the tasks given)")
     parser.add_argument("--log", type=Path, help="append every JSON line to this file")
@@ -42,20 +47,22 @@ def main() -> int:
         model = getattr(options, task)
         chosen = [name for name in names.split(",") if not options.only or name in options.only.split(",")]
         for name in chosen if model else []:
-            ours, theirs = alternate(peer, model, name, options)
-            ahead &= report(peer, options.dtype, ours, theirs)
+            ours, theirs = alternate(options.peer or peer, model, name, options)
+            ahead &= report(options.peer or peer, options.ours or options.dtype, ours, theirs)
     return 0 if ahead else 1
 
 
 def alternate(peer: str, model: str, name: str, options: argparse.Namespace) -> tuple[Results, Results]:
     """Let both engines run one workload in turns, each in a fresh process."""
-    shared = [model, "--workload", name, "--dtype", options.dtype, "--runs", "1"]
+    shared = ["--workload", name, "--runs", "1"]
+    mine = [model, *shared, "--dtype", options.dtype, *options.ours.split()]
+    other = [peer, options.peer_model or model, *shared, "--dtype", options.peer_dtype or options.dtype]
     ours: Results = defaultdict(list)
     theirs: Results = defaultdict(list)
     for _ in range(options.rounds):
         for found, command in (
-            (ours, [sys.executable, "-m", "anycore.cli.main", "bench", "offline", *shared]),
-            (theirs, [sys.executable, str(PEERS), peer, *shared]),
+            (ours, [sys.executable, "-m", "anycore.cli.main", "bench", "offline", *mine]),
+            (theirs, [options.peer_python, str(PEERS), *other]),
         ):
             quiet = os.environ | {"ANYCORE_LOG": "error", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=quiet)

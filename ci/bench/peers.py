@@ -2,6 +2,9 @@
 
 python ci/bench/peers.py transformers MODEL --workload G1,G2 --dtype bfloat16
 python ci/bench/peers.py sentence-transformers MODEL --workload E1,E2,R1 --dtype float32
+python ci/bench/peers.py onnxruntime MODEL --workload E1,E2,R1 --dtype int8
+python ci/bench/peers.py vllm MODEL --workload G2,G3
+python ci/bench/peers.py llama.cpp FILE.gguf --workload G1,G2
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ class Transformers:
 
     name = "transformers"
 
-    def __init__(self, model: str, dtype: torch.dtype) -> None:
+    def __init__(self, model: str, dtype: str, threads: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa").eval()
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
         self.ids = self.tokenizer.encode(corpus(), add_special_tokens=False)
 
     @torch.inference_mode()
@@ -63,19 +66,20 @@ class SentenceTransformers:
 
     name = "sentence-transformers"
 
-    def __init__(self, model: str, dtype: torch.dtype) -> None:
-        self.path, self.settings = model, {"dtype": dtype}
+    def __init__(self, model: str, dtype: str, threads: int) -> None:
+        self.path, self.dtype, self.threads = model, dtype, threads
 
     def embedder(self) -> tuple[Any, Callable[[list[str]], Any]]:
         from sentence_transformers import SentenceTransformer
 
-        model = SentenceTransformer(self.path, device="cpu", model_kwargs=self.settings)
+        model = SentenceTransformer(self.path, device="cpu", model_kwargs={"dtype": getattr(torch, self.dtype)})
         return model.tokenizer, lambda pile: model.encode(pile, normalize_embeddings=True, show_progress_bar=False)
 
     def reranker(self) -> tuple[Any, Callable[[list[tuple[str, str]]], Any]]:
         from sentence_transformers import CrossEncoder
 
-        model = CrossEncoder(self.path, device="cpu", max_length=512, model_kwargs=self.settings)
+        settings = {"dtype": getattr(torch, self.dtype)}
+        model = CrossEncoder(self.path, device="cpu", max_length=512, model_kwargs=settings)
         return model.tokenizer, lambda pairs: model.predict(pairs, show_progress_bar=False)
 
     def measure(self, name: str, runs: int) -> dict[str, Numbers]:
@@ -107,7 +111,41 @@ class SentenceTransformers:
         return found
 
 
-PEERS = {peer.name: peer for peer in (Transformers, SentenceTransformers)}
+class OnnxRuntime(SentenceTransformers):
+    """The same texts through an exported model."""
+
+    name = "onnxruntime"
+
+    def embedder(self) -> tuple[Any, Callable[[list[str]], Any]]:
+        from peer_onnx import encoder
+
+        return encoder(self.path, self.dtype, False, self.threads)
+
+    def reranker(self) -> tuple[Any, Callable[[list[tuple[str, str]]], Any]]:
+        from peer_onnx import encoder
+
+        return encoder(self.path, self.dtype, True, self.threads)
+
+
+def vllm(model: str, dtype: str, threads: int) -> Any:
+    from peer_vllm import Vllm
+
+    return Vllm(model, dtype, threads)
+
+
+def llama(model: str, dtype: str, threads: int) -> Any:
+    from peer_llama import LlamaServer
+
+    return LlamaServer(model, threads)
+
+
+PEERS: dict[str, Callable[[str, str, int], Any]] = {
+    "transformers": Transformers,
+    "sentence-transformers": SentenceTransformers,
+    "onnxruntime": OnnxRuntime,
+    "vllm": vllm,
+    "llama.cpp": llama,
+}
 
 
 def main() -> None:
@@ -121,7 +159,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     start = time.perf_counter()
-    peer = PEERS[options.peer](options.model, getattr(torch, options.dtype))
+    peer = PEERS[options.peer](options.model, options.dtype, options.threads)
     loading = time.perf_counter() - start
     about = {"engine": peer.name, "model": options.model, "dtype": options.dtype}
     for name in options.workload.split(","):
