@@ -15,10 +15,11 @@ LONGEST = 512
 def encoder(model: str, kind: str, labels: bool, threads: int) -> tuple[Any, Callable[[list[Any]], Any]]:
     """Tokenizer and what embeds or scores a pile of texts or pairs with it; `kind` is "float32" or "int8"."""
     import onnxruntime
+    from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(model)
-    tokenizer = loaded.backend_tokenizer
+    tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
     tokenizer.enable_truncation(LONGEST)
     tokenizer.enable_padding(pad_id=loaded.pad_token_id or 0)
     options = onnxruntime.SessionOptions()
