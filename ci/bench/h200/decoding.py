@@ -1,4 +1,4 @@
-"""Decode attention by kernel shape, at equal and at random lengths: what the backend does now, and dealt out evenly.
+"""Decode attention by kernel shape and splits, at equal and at random lengths, beside what the backend does now.
 
 PYTHONPATH=framework:backends python ci/bench/h200/decoding.py [ROWS ...] > decoding.txt
 
@@ -18,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-import balanced
 import torch
 from torch import Tensor
 from triton import next_power_of_2
@@ -35,24 +34,11 @@ TOLERANCE = 8e-3
 PROCESSORS = 132
 
 
-class Shape(NamedTuple):
-    keys: int  # a turn
-    warps: int
-    stages: int
-    running: int  # programs a processor
-    registers: int | None = None  # a thread, at most
-
-
 SHAPES = {
-    128: (Shape(64, 4, 2, 3), Shape(64, 4, 3, 3), Shape(64, 4, 2, 4, 128), Shape(32, 4, 3, 4, 128)),
-    64: (Shape(128, 4, 3, 3), Shape(64, 4, 3, 4, 128), Shape(64, 4, 4, 3)),
-}
-"""The best of eighteen."""
-SPLIT_SHAPES = {
     128: ((64, 4, 2), (64, 4, 3), (64, 4, 4), (32, 4, 3), (32, 4, 4)),
     64: ((128, 4, 2), (128, 4, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4)),
 }
-"""Of the kernel in use: keys a step, warps, pipeline stages."""
+"""Keys a step, warps, pipeline stages."""
 
 
 def lengths(kind: str, rows: int) -> list[int]:
@@ -97,17 +83,6 @@ class Decoding:
         decode.decode(
             *given, splits or self.splits, self.model[2] ** -0.5, None, None, self.order,
             shape=shape, raw=self.raw, early=True,
-        )  # fmt: skip
-        return given[2]
-
-    def schedule(self, shape: Shape) -> balanced.Schedule:
-        return balanced.schedule(self.lens, self.model[1], shape.keys, PROCESSORS, running=shape.running, early=True)
-
-    def dealt(self, shape: Shape, shares: balanced.Schedule, layer: int = 0) -> Tensor:
-        given = self.given(layer)
-        balanced.decode(
-            *given, shares, self.model[2] ** -0.5, None, None, raw=self.raw, early=True,
-            warps=shape.warps, stages=shape.stages, registers=shape.registers,
         )  # fmt: skip
         return given[2]
 
@@ -167,19 +142,10 @@ def compare(run: Decoding) -> Iterator[Result]:
     run.split()  # stores the newest keys and values
     exact = run.exact()
     yield measure(run, exact, "now", run.split)
-    for one in SPLIT_SHAPES[next_power_of_2(run.model[2])]:
+    for one in SHAPES[next_power_of_2(run.model[2])]:
         for splits in sorted({max(1, run.splits // 2), run.splits, min(16, run.splits * 2)}):
             name = f"splits {splits} {one}"
             yield measure(run, exact, name, lambda i, n=splits, one=one: run.split(i, n, one))  # type: ignore[misc]
-    for shape in SHAPES[next_power_of_2(run.model[2])]:
-        try:
-            shares = run.schedule(shape)
-            yield measure(
-                run, exact, str(tuple(shape)), lambda i, shape=shape, shares=shares: run.dealt(shape, shares, i)
-            )
-        except Exception as error:  # does not fit
-            print(f"{run.model} {tuple(shape)}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            run.counters.zero_()
 
 
 class Driver:
@@ -211,9 +177,8 @@ def compile_part(part: int, parts: int) -> None:
     for model in MODELS:
         for count in (1, 2):  # several splits of the keys of each request, and one, which is another kernel
             run = Decoding(model, [17] * count, "cpu")
-            each = (None, *SPLIT_SHAPES[next_power_of_2(model[2])])
+            each = (None, *SHAPES[next_power_of_2(model[2])])
             works += [lambda run=run, s=s: run.split(0, 1 if len(run.lens) > 1 else 2, s) for s in each]  # type: ignore[misc]
-        works += [lambda run=run, s=s: run.dealt(s, run.schedule(s)) for s in SHAPES[next_power_of_2(model[2])]]  # type: ignore[misc]
     for work in works[part::parts]:
         try:
             work()
@@ -242,9 +207,6 @@ def main(rows_of: tuple[int, ...]) -> None:
                     sums[key] = sums.get(key, 0.0) + one.us * (rows >= 64)
                 right = [one for one in others if one.right]
                 best.append(f"{title}: {now} | {min(right) if right else 'none is right'}")
-        run = Decoding(model, lengths("random", 256))
-        shape = SHAPES[next_power_of_2(model[2])][0]
-        best.append(f"{model} schedule of 256: {replayed([lambda r=run, s=shape: r.schedule(s)] * 16):.1f} us")
     print(f"\n{time.time() - start:.0f} s\nmicroseconds of all cases of 64 rows or more")
     for (model, name), us in sorted(sums.items(), key=lambda one: (one[0][0], one[1])):
         print(f"{model} {us:8.1f} {name}")
