@@ -19,6 +19,7 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
+from ahead import only_compile
 from torch import Tensor
 from triton import next_power_of_2
 
@@ -148,31 +149,9 @@ def compare(run: Decoding) -> Iterator[Result]:
             yield measure(run, exact, name, lambda i, n=splits, one=one: run.split(i, n, one))  # type: ignore[misc]
 
 
-class Driver:
-    """What Triton asks of a device in order to compile for it."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def compile_part(part: int, parts: int) -> None:
     """Every parts-th of the kernels into the disk cache, in a process that needs no device."""
-    import triton
-    from triton.compiler.compiler import CompiledKernel
-
-    def leave_out(kernel: Any) -> None:
-        kernel.module, kernel.function, kernel._run = "none", 0, lambda *arguments: None
-
-    triton.runtime.driver.set_active(Driver())
-    CompiledKernel._init_handles = leave_out
+    only_compile()
     works: list[Callable[[], object]] = []
     for model in MODELS:
         for count in (1, 2):  # several splits of the keys of each request, and one, which is another kernel

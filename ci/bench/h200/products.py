@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from ahead import only_compile
 from blaslt import Library
 from torch import Tensor
 
@@ -96,31 +97,9 @@ def ours(shape: Shape, case: Case, counters: Tensor) -> Work:
     return lambda x, weight: product(x, weight, shape, counters, None, case.gate, case.dtype, early=True)
 
 
-class Driver:
-    """What Triton asks of a device in order to compile for it."""
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def compile_part(rows_of: tuple[int, ...], part: int, parts: int) -> None:
     """Every parts-th of the kernels into the disk cache, in a process that needs no device."""
-    import triton
-    from triton.compiler.compiler import CompiledKernel
-
-    def leave_out(kernel: Any) -> None:
-        kernel.module, kernel.function, kernel._run = "none", 0, lambda *arguments: None
-
-    triton.runtime.driver.set_active(Driver())
-    CompiledKernel._init_handles = leave_out
+    only_compile()
     different = {}
     for rows in rows_of:
         for case in CASES:
