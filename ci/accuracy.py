@@ -25,8 +25,8 @@ from anycore.contract.backend import Backend
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
 from anycore.contract.weights import Int8Weight, Weight
-from anycore.models.calibration import HostMemory
-from anycore.models.convert import Conversion, convert
+from anycore.models.convert.calibration import HostMemory
+from anycore.models.convert.writer import Conversion, convert
 from anycore.models.loader import Model, load
 from anycore.models.quantization import quantization
 from anycore.models.source import Source, locate

@@ -32,7 +32,7 @@ ALLOWED = {
     MODELS: {CONTRACT, *COMMON},
     CONTRACT: {"errors"},
     BENCH: {"errors"},
-    TEXT: {"models.spec", "models.source", "models.gguf", "engine.request", *COMMON},
+    TEXT: {"models.spec", "models.source", "models.gguf.header", "engine.request", *COMMON},
     "plugins": {"hookspecs", "guard", CONTRACT, *COMMON},
     "choose": {"guard", CONTRACT, *COMMON},
     "ask": {"answers", ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},

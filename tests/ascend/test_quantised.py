@@ -6,7 +6,7 @@ import torch
 
 from anycore.contract.check_weights import ROUNDED, exact_rows, on_device
 from anycore.contract.formats import Format
-from anycore.models.rounding import quantise
+from anycore.models.quantised.rounding import quantise
 from anycore_ascend.quantised import LARGEST, Int8Handle
 from anycore_ascend.support import SPEC
 

@@ -18,10 +18,10 @@ from tiny_gguf import write_gguf
 from anycore.cli.main import main
 from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight
 from anycore.models import loader
-from anycore.models.calibration import calibrate, clipped
 from anycore.models.checkpoint import open_checkpoint
-from anycore.models.convert_format import wanted
-from anycore.models.rounding import quantise
+from anycore.models.convert.calibration import calibrate, clipped
+from anycore.models.convert.form import wanted
+from anycore.models.quantised.rounding import quantise
 from anycore.models.source import Source, locate
 from anycore.models.spec import read_spec
 
@@ -141,7 +141,7 @@ def test_layers_kept_dense(folder: Path, tmp_path: Path) -> None:
 
 def test_several_files(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = convert(folder, tmp_path / "whole", "--quantization", "w4a16")
-    monkeypatch.setattr("anycore.models.convert.SHARD", 100_000)
+    monkeypatch.setattr("anycore.models.convert.writer.SHARD", 100_000)
     out = convert(folder, tmp_path / "out", "--quantization", "w4a16")
     assert len(list(out.glob("*.safetensors"))) > 2
     assert torch.equal(logits(out), logits(whole))
@@ -341,6 +341,6 @@ def test_an_interruption_leaves_nothing(folder: Path, tmp_path: Path, monkeypatc
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("anycore.models.convert.Shards.close", interrupt)
+    monkeypatch.setattr("anycore.models.convert.writer.Shards.close", interrupt)
     assert main(["convert", str(folder), str(tmp_path / "out")]) == 130
     assert not list(tmp_path.iterdir())

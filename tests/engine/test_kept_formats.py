@@ -20,8 +20,8 @@ from anycore.config import ModelConfig
 from anycore.contract.formats import Format
 from anycore.engine.launch import Prepared, build, prepare
 from anycore.errors import ConfigError, Unsupported
+from anycore.models.quantised.rounding import quantise
 from anycore.models.quantization import Quantization
-from anycore.models.rounding import quantise
 from anycore.plugins import Plugins
 
 PROMPTS = [[7, 20, 31, 44, 5, 90], [11] * 17, [3]]

@@ -25,8 +25,8 @@ from anycore.errors import ConfigError, Unsupported
 from anycore.models import families, gathering
 from anycore.models.loader import load
 from anycore.models.parameters import canonical
+from anycore.models.quantised.rounding import quantise
 from anycore.models.quantization import quantization
-from anycore.models.rounding import quantise
 from anycore.plugins import Plugins
 
 SCHEMES = {"w8a8": Int8Weight, "w4a16": Int4Weight, "fp8": Fp8Weight}

@@ -16,9 +16,9 @@ from tiny_gguf import write_gguf
 
 from anycore.contract.weights import Int4Weight
 from anycore.errors import WeightsError
-from anycore.models.gguf_blocks import BLOCKS, LARGEST_ZERO, repack
-from anycore.models.gguf_names import FORMATS
-from anycore.models.gguf_weights import GgufCheckpoint
+from anycore.models.gguf.blocks import BLOCKS, LARGEST_ZERO, repack
+from anycore.models.gguf.names import FORMATS
+from anycore.models.gguf.weights import GgufCheckpoint
 from anycore.models.parameters import canonical
 from anycore.models.source import locate
 from anycore.models.spec import read_spec

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tiny_gguf import write_gguf
 
 from anycore.errors import AnycoreError, WeightsError
-from anycore.models.gguf import GgufFile
-from anycore.models.gguf_weights import GgufCheckpoint
+from anycore.models.gguf.header import GgufFile
+from anycore.models.gguf.weights import GgufCheckpoint
 from anycore.models.source import locate
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98362432\n"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_gguf import write_gguf
 
 from anycore.errors import Unsupported, WeightsError
-from anycore.models.gguf_weights import GgufCheckpoint
+from anycore.models.gguf.weights import GgufCheckpoint
 from anycore.models.source import locate
 from anycore.models.spec import read_spec
 
@@ -122,8 +122,8 @@ def test_large_tensors_are_dequantised_in_pieces(tmp_path: Path, monkeypatch: py
     path = write_gguf(make("llama", tmp_path), tmp_path / "tiny.gguf", Quantization.Q4_1)
     plain = write_gguf(tmp_path / "hf", tmp_path / "plain.gguf", Quantization.Q5_1)
     whole = [(name, dense(tensor)) for file in (path, plain) for name, tensor in GgufCheckpoint(file).tensors()]
-    monkeypatch.setattr("anycore.models.gguf_weights.CHUNK", 1000)
-    monkeypatch.setattr("anycore.models.gguf_blocks.CHUNK", 1000)
+    monkeypatch.setattr("anycore.models.gguf.weights.CHUNK", 1000)
+    monkeypatch.setattr("anycore.models.gguf.blocks.CHUNK", 1000)
     pieces = [(name, dense(tensor)) for file in (path, plain) for name, tensor in GgufCheckpoint(file).tensors()]
     for (name, one), (_, other) in zip(whole, pieces, strict=True):
         assert torch.equal(one, other), name

@@ -23,11 +23,11 @@ from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight
 from anycore.errors import AnycoreError, Unsupported, WeightsError
 from anycore.models import loader
 from anycore.models.checkpoint import Ordered, open_checkpoint
-from anycore.models.quantised import QuantisedFolder
+from anycore.models.quantised.folder import QuantisedFolder
+from anycore.models.quantised.words import pack, unpack
 from anycore.models.quantization import quantization
 from anycore.models.source import Source
 from anycore.models.spec import read_spec
-from anycore.models.words import pack, unpack
 
 LAYER = "model.layers.0.mlp.up_proj"
 ROWS, COLUMNS = 16, 64

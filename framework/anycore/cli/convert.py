@@ -44,7 +44,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from anycore.models.convert import Conversion, convert
+    from anycore.models.convert.writer import Conversion, convert
 
     asked = Conversion(
         quantization=scheme_of(options.quantization) if options.quantization else None,

@@ -21,8 +21,8 @@ from anycore.contract.formats import Format
 from anycore.engine.engine import Engine
 from anycore.engine.launch import Prepared, build, prepare
 from anycore.models.parameters import canonical
+from anycore.models.quantised.rounding import quantise
 from anycore.models.quantization import Quantization
-from anycore.models.rounding import quantise
 from anycore.plugins import load
 
 # What a right backend may need that rounds the rows it multiplies: it was written in plain torch and run on random

@@ -67,9 +67,9 @@ def open_checkpoint(source: Source) -> Checkpoint:
         WeightsError: they are damaged, or not what the model's small files say.
     """
     if source.gguf is None:
-        from anycore.models.quantised import open_folder
+        from anycore.models.quantised.folder import open_folder
 
         return open_folder(source)
-    from anycore.models.gguf_weights import GgufCheckpoint
+    from anycore.models.gguf.weights import GgufCheckpoint
 
     return GgufCheckpoint(source.gguf)

@@ -22,8 +22,8 @@ from anycore.models.encoder import Encoder
 from anycore.models.gathering import Gathered, Place, copied, tensors
 from anycore.models.layers import Dense, Pieces
 from anycore.models.parameters import Parameter, canonical, dense, parameters
+from anycore.models.quantised.rounding import quantise
 from anycore.models.quantization import Quantization, Stored, pieces, words
-from anycore.models.rounding import quantise
 from anycore.models.shards import Safetensors
 from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec

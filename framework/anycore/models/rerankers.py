@@ -41,7 +41,7 @@ def yes_no_ids(
 
 def asks_yes_or_no(source: Source) -> bool:
     if source.gguf is not None:
-        from anycore.models.gguf import GgufFile
+        from anycore.models.gguf.header import GgufFile
 
         template = GgufFile(source.gguf).get("tokenizer.chat_template", "")
     elif (path := source.path("chat_template.jinja")) is not None:
@@ -80,7 +80,7 @@ def token_ids(source: Source, spec: ModelSpec, yes: str, no: str) -> tuple[int, 
 def read_vocabulary(source: Source) -> dict[str, int]:
     """Token to id, as far as the model's own files say it in plain."""
     if source.gguf is not None:
-        from anycore.models.gguf import GgufFile
+        from anycore.models.gguf.header import GgufFile
 
         return {token: i for i, token in enumerate(GgufFile(source.gguf).get("tokenizer.ggml.tokens", []))}
     tokenizer = source.read_json("tokenizer.json") or {}

@@ -63,7 +63,7 @@ class Source:
     def read_json(self, name: str) -> Any | None:
         """Return a companion file such as "1_Pooling/config.json"; None if there is none."""
         if self.gguf is not None:
-            from anycore.models.gguf_config import companion
+            from anycore.models.gguf.config import companion
 
             return companion(self.gguf, name)
         path = self.path(name)

@@ -170,7 +170,8 @@ def read_spec(source: Source, architectures: Iterable[Architecture] = (), poolin
         Unsupported: no architecture of that name is known, or it uses something anycore does not compute.
         ConfigError: a file contradicts itself, or says something that is not understood.
     """
-    from anycore.models import companions, families, methods  # they are made of the nouns above
+    from anycore.models import companions, families  # they are made of the nouns above
+    from anycore.models.quantised import methods
 
     config = source.config()
     spec = companions.apply(families.read(config, architectures), source, config, pooling)

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from anycore.errors import Unsupported, WeightsError
-from anycore.models.gguf import GgufFile
+from anycore.models.gguf.header import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 

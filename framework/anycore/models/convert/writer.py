@@ -19,15 +19,15 @@ from torch import Tensor
 
 from anycore.contract.formats import Format
 from anycore.errors import ConfigError
-from anycore.models import convert_format
-from anycore.models.calibration import Calibration, calibrate
 from anycore.models.checkpoint import Checkpoint, Entry, Ordered, open_checkpoint
-from anycore.models.legacy import LegacyCheckpoint, open_legacy
+from anycore.models.convert import form
+from anycore.models.convert.calibration import Calibration, calibrate
+from anycore.models.convert.legacy import LegacyCheckpoint, open_legacy
 from anycore.models.loader import check
-from anycore.models.methods import OLD_FILES
 from anycore.models.parameters import canonical, parameters
+from anycore.models.quantised.methods import OLD_FILES
+from anycore.models.quantised.rounding import quantise
 from anycore.models.quantization import GROUPS, matched, online
-from anycore.models.rounding import quantise
 from anycore.models.shards import INDEX, SINGLE
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
@@ -107,7 +107,7 @@ def write(model: str, folder: Path, asked: Conversion, words: Words, extras: Ext
             progress("weights", done / len(checkpoint.shapes))
     files.close()
     if asked.quantization is not None:
-        settings = convert_format.settings(asked.quantization, asked.group, asked.tables, dense)
+        settings = form.settings(asked.quantization, asked.group, asked.tables, dense)
         write_json(folder / "config.json", plain | {"quantization_config": settings})
     result = Source(model, folder)
     check(result, read_spec(result))
@@ -144,7 +144,7 @@ def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
         table = asked.tables and (parameter.table or (parameter.head and not spec.tied))
         if not (usual or table) or parameter.name in kept or online(parameter, asked.quantization, asked.group) is None:
             continue
-        wanted = convert_format.wanted(asked.quantization, asked.group, parameter.shape[1])
+        wanted = form.wanted(asked.quantization, asked.group, parameter.shape[1])
         formats |= {name: wanted for name, _ in parameter.parts}
     if not formats:
         raise ConfigError(f"nothing of {spec.architecture} is left to quantise: all is small or kept dense")
@@ -183,7 +183,7 @@ class Writer:
         if wanted is not None:
             weight = quantise(tensor, wanted) if self.found is None else self.found.rounded(plain, tensor, wanted)
             scales = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
-            yield from convert_format.encoded(name.removesuffix(".weight"), weight, scales).items()
+            yield from form.encoded(name.removesuffix(".weight"), weight, scales).items()
             return
         changed = self.found is not None and plain in self.found.rows
         # A norm that was divided stays in float32: rounded, it would not undo what its matrix was multiplied by.

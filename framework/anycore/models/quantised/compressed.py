@@ -10,11 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from anycore.models.announced import CompressedSettings, Group
 from anycore.models.checkpoint import Entry
-from anycore.models.fp8 import described
-from anycore.models.gptq import act_order
-from anycore.models.quantised import (
+from anycore.models.quantised.announced import CompressedSettings, Group
+from anycore.models.quantised.folder import (
     FLOATS,
     Matrix,
     Part,
@@ -26,7 +24,9 @@ from anycore.models.quantised import (
     scales,
     two_dimensions,
 )
-from anycore.models.words import unpack
+from anycore.models.quantised.fp8 import described
+from anycore.models.quantised.gptq import act_order
+from anycore.models.quantised.words import unpack
 
 
 class Compressed:

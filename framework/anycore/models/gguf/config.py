@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from anycore.errors import Unsupported, WeightsError
-from anycore.models.gguf import GgufFile
+from anycore.models.gguf.header import GgufFile
 
 Config = dict[str, Any]
 COMPANIONS = ("config.json", "generation_config.json", "modules.json", "1_Pooling/config.json")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from anycore.models.announced import GptqSettings, grouped
 from anycore.models.checkpoint import Entry
-from anycore.models.quantised import (
+from anycore.models.quantised.announced import GptqSettings, grouped
+from anycore.models.quantised.folder import (
     FLOATS,
     Matrix,
     Part,
@@ -21,7 +21,7 @@ from anycore.models.quantised import (
     scales,
     two_dimensions,
 )
-from anycore.models.words import unpack
+from anycore.models.quantised.words import unpack
 
 
 class Gptq:

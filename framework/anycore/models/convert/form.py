@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anycore.contract.formats import Format
 from anycore.contract.weights import Fp8Weight, Int4Weight, QuantisedWeight
-from anycore.models.words import pack
+from anycore.models.quantised.words import pack
 
 
 def wanted(scheme: str, group: int, columns: int) -> Format:

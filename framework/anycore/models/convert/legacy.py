@@ -19,7 +19,7 @@ from torch import Tensor
 
 from anycore.contract.formats import Format
 from anycore.errors import ConfigError, SourceError, WeightsError
-from anycore.models.gguf_weights import unpermute
+from anycore.models.gguf.weights import unpermute
 from anycore.models.shards import Shard
 from anycore.models.source import check_whole
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anycore.contract.formats import Format
 from anycore.errors import WeightsError
-from anycore.models.gguf import GgufFile, TensorInfo
+from anycore.models.gguf.header import GgufFile, TensorInfo
 
 DECODER = {
     "token_embd": "model.embed_tokens",
@@ -60,7 +60,7 @@ FORMATS = {
     "Q4_K": Format("int4", 32),
     "Q6_K": Format("int8", 16),
 }
-"""What matrices of ggml's types become, without rounding. Those of other types are made dense: see `gguf_blocks`."""
+"""What matrices of ggml's types become, without rounding. Those of other types are made dense: see `blocks`."""
 
 
 def tensors_of(file: GgufFile) -> dict[str, TensorInfo]:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from anycore.contract.weights import Int4Weight, Int8Weight, QuantisedWeight
 from anycore.errors import Unsupported, WeightsError
-from anycore.models.gguf import GgufFile, TensorInfo
-from anycore.models.gguf_blocks import repack
-from anycore.models.gguf_config import config_of
-from anycore.models.gguf_names import formats_of, tensors_of, type_of
+from anycore.models.gguf.blocks import repack
+from anycore.models.gguf.config import config_of
+from anycore.models.gguf.header import GgufFile, TensorInfo
+from anycore.models.gguf.names import formats_of, tensors_of, type_of
 
 CHUNK = 1 << 20  # numbers dequantised at a time: 4 MiB of float32
 

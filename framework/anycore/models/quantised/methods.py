@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from anycore.contract.formats import Format
 from anycore.errors import Unsupported
-from anycore.models.announced import METHODS, Announced
 from anycore.models.parameters import canonical, parameters
+from anycore.models.quantised.announced import METHODS, Announced
 from anycore.models.quantization import GROUPS, Stored
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def stored(source: Source, config: dict[str, Any], spec: ModelSpec) -> Stored | 
         Unsupported: they are quantised by a method that nothing here reads.
     """
     if source.gguf is not None:
-        from anycore.models.gguf_names import formats
+        from anycore.models.gguf.names import formats
 
         found = {canonical(name): format for name, format in formats(source.gguf).items()}
         return Stored("gguf", "gguf", tuple(found.items())) if found else None

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: settings and where each tensor lies. Read by gguf_config, gguf_weights and the tokenizer.
+"""The header of a GGUF file: settings and where each tensor lies. Read by `config`, `weights` and the tokenizer.
 
 Opening walks the header through a memory map and decodes a value only when it is asked for, so that a vocabulary of
 260,000 words costs milliseconds; the size that the header implies is compared with the file's at once.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from anycore.contract.formats import Format
 from anycore.contract.weights import Fp8Weight
-from anycore.models.announced import Fp8Settings
-from anycore.models.quantised import FLOATS, Matrix, Part, need_parts, scales
+from anycore.models.quantised.announced import Fp8Settings
+from anycore.models.quantised.folder import FLOATS, Matrix, Part, need_parts, scales
 
 
 class Fp8:

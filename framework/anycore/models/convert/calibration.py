@@ -23,7 +23,7 @@ from anycore.contract.weights import Int4Weight, spread
 from anycore.errors import ConfigError
 from anycore.models.decoder import Decoder
 from anycore.models.loader import load
-from anycore.models.rounding import quantise
+from anycore.models.quantised.rounding import quantise
 from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from anycore.models.announced import AwqSettings, grouped
 from anycore.models.checkpoint import Entry
-from anycore.models.quantised import FLOATS, Matrix, Part, four_bits, need, need_parts, scales, two_dimensions
-from anycore.models.words import unpack
+from anycore.models.quantised.announced import AwqSettings, grouped
+from anycore.models.quantised.folder import FLOATS, Matrix, Part, four_bits, need, need_parts, scales, two_dimensions
+from anycore.models.quantised.words import unpack
 
 INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output i of each eight lies in the nibble INTERLEAVED[i] of a word."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anycore.contract.weights import Int4Weight, Int8Weight
-from anycore.models.gguf_names import FORMATS
+from anycore.models.gguf.names import FORMATS
 
 Array = np.ndarray[Any, Any]
 Numbers = tuple[Array, Array, Array | None]

@@ -15,9 +15,9 @@ from torch import Tensor
 from anycore.contract.formats import Format
 from anycore.contract.weights import Int4Weight, Int8Weight, QuantisedWeight, spread
 from anycore.errors import WeightsError
-from anycore.models.announced import AwqSettings, CompressedSettings, Fp8Settings, GptqSettings, divided
 from anycore.models.checkpoint import Entry, Ordered
-from anycore.models.methods import announced_by, settings_of
+from anycore.models.quantised.announced import AwqSettings, CompressedSettings, Fp8Settings, GptqSettings, divided
+from anycore.models.quantised.methods import announced_by, settings_of
 from anycore.models.shards import Safetensors
 from anycore.models.source import Source
 
@@ -144,7 +144,7 @@ def open_folder(source: Source) -> Safetensors | QuantisedFolder:
 
 
 def scheme_of(settings: dict[str, Any], source: Source) -> Scheme:
-    from anycore.models import awq, compressed, fp8, gptq
+    from anycore.models.quantised import awq, compressed, fp8, gptq
 
     announced = announced_by(settings, source)
     if isinstance(announced, AwqSettings):

@@ -1,0 +1,1 @@
+"""GGUF files: the header, and what it says as config.json, as names, as weights."""
