@@ -132,6 +132,7 @@ class AscendOps(Ops):
             return super().attention(q, k, v, None, batch, scale, window, softcap)
         if self.varlen is None or len(ends) > MOST_REQUESTS:
             self._count("npu_fusion_attention")
+            batch.padding = len(ends) * max(batch.query_lens) - sum(batch.query_lens)
             return padded_attention(q, k, v, batch, scale, window)
         shape: dict[str, Any] = {}
         if window is not None:

@@ -16,7 +16,7 @@ from torch import Tensor
 class Batch:
     """T rows (tokens) of B requests, packed one request after the other.
 
-    The runner fills every field but `plan`. Lengths live on the host, because planners want them there; device
+    The runner fills every field but `plan` and `padding`. Lengths live on the host, because planners want them there; device
     copies are made on first use. Block 0 is scratch and belongs to nobody; every slot is in range.
     """
 
@@ -38,6 +38,7 @@ class Batch:
     # order end together; None: nobody has sorted them.
     order: Tensor | None = None
     plan: Any = None  # the backend's own, from Ops.plan
+    padding: int = 0  # rows computed beside these for nothing: whoever pads writes them here, and they are counted
 
     def wanted(self, x: Tensor) -> Tensor:
         """[T, ..] → [R, ..]: the rows of `output_rows`."""

@@ -113,6 +113,7 @@ class GraphStep:
         recorded = self._recorded[bucket, whole, shares]
         if recorded is None:
             return self.step(batch, sampling)
+        batch.padding = bucket - count
         self._fill(batch, sampling if whole else None)
         if shares and batch.shared_tokens != self._shared_now:
             self._shared_now = batch.shared_tokens

@@ -15,6 +15,8 @@ from anycore.contract.declare import Task
 from anycore.engine.blocks import BlockPool
 from anycore.engine.pooling import finish_scores, finish_vector
 from anycore.engine.request import (
+    STEP_SEQUENCES,
+    STEP_TOKENS,
     Delta,
     FinishReason,
     NewRequest,
@@ -129,6 +131,8 @@ class Engine:
         launched = self.runner.launch(step) if step.rows else None
         if launched is not None:
             self._stats.steps += 1
+            self._stats.step_tokens.add(step.rows, STEP_TOKENS)
+            self._stats.step_sequences.add(len(step.decodes) + len(step.chunks), STEP_SEQUENCES)
             now = self._clock()
             for chunk in step.chunks:  # where a request's first rows are
                 timing = chunk.request.timing
@@ -144,8 +148,10 @@ class Engine:
         stats = self._stats
         stats.running = len(self.scheduler.running)
         stats.waiting = len(self.scheduler.waiting)
+        stats.deferred = min(self.scheduler.deferred, stats.waiting)
         stats.blocks_free = self.pool.free if self.pool else 0
         stats.preemptions = self.scheduler.preemptions
+        stats.padding_tokens = self.runner.padding
         stats.op_fallbacks = dict(self.runner.backend.fallbacks)
         return stats
 
@@ -157,7 +163,7 @@ class Engine:
     def forget_stats(self) -> None:
         """Start counting anew, after the warm-up."""
         self._stats = Stats(blocks=self.pool.size if self.pool else 0)
-        self.scheduler.preemptions = 0
+        self.scheduler.preemptions = self.runner.padding = 0
 
     # --- admission ----------------------------------------------------------------------------------------------
 
@@ -309,7 +315,7 @@ class Engine:
         return self._finish(request, delta, FinishReason.STOP)
 
     def _finish(self, request: Request, delta: Delta, reason: FinishReason) -> Delta:
-        delta.finish = reason
+        delta.finish, delta.preemptions = reason, request.preemptions
         self._leave(request)
         self._stats.finished += 1
         return delta

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -161,6 +163,7 @@ class Delta(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_reason: int | str | None = None  # the stop id or string that ended it
     error: str | None = None  # with FinishReason.ERROR: what went wrong
     error_code: str | None = None  # with FinishReason.ERROR: the code of the error envelope
+    preemptions: int = 0  # with `finish`: how often the sequence lost its KV blocks
 
 
 class Timing(msgspec.Struct):
@@ -184,6 +187,30 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     queue_seconds: float
     first_token_seconds: float | None
     total_seconds: float
+    last_token_seconds: float | None = None
+    longest_output: int = 0  # tokens of the longest sequence
+    preemptions: int = 0  # of all sequences
+
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEP_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+"""Bounds by which the engine counts its steps."""
+
+
+class Distribution(msgspec.Struct):
+    """How often a value lay up to each of some bounds and above the one before; the last count is beyond all."""
+
+    counts: list[int]
+    total: int = 0  # of the values
+
+    def add(self, value: int, bounds: Sequence[int]) -> None:
+        self.counts[bisect_left(bounds, value)] += 1
+        self.total += value
+
+
+def by_bounds(bounds: Sequence[int]) -> Any:
+    """Declare a field that holds an empty distribution over `bounds`."""
+    return msgspec.field(default_factory=lambda: Distribution([0] * (len(bounds) + 1)))
 
 
 class Stats(msgspec.Struct, kw_only=True):
@@ -191,9 +218,13 @@ class Stats(msgspec.Struct, kw_only=True):
 
     running: int = 0
     waiting: int = 0
+    deferred: int = 0  # of those that wait: for a prefix that another request is computing
     blocks: int = 0  # usable blocks in the pool
     blocks_free: int = 0
     steps: int = 0
+    step_tokens: Distribution = by_bounds(STEP_TOKENS)  # computed in one step
+    step_sequences: Distribution = by_bounds(STEP_SEQUENCES)  # of which one step computes something
+    padding_tokens: int = 0  # computed beside them for nothing, as far as the backend says
     prompt_tokens: int = 0  # prompt tokens of admitted requests that were computed or cached
     cached_tokens: int = 0
     output_tokens: int = 0

@@ -92,6 +92,7 @@ class Runner:
         )
         self.builder = BatchBuilder(model.spec, backend.memory, limits, kv, desk)
         self._before: Wanted | None = None  # of the step before
+        self.padding = 0  # rows that steps computed for nothing
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -106,6 +107,7 @@ class Runner:
         batch = self.builder.next_tokens(wanted.sampled) if goes_on else self.builder.build(step, wanted.rows)
         batch.plan = self.backend.ops.plan(batch)
         output = self._step(batch, sampling)
+        self.padding += batch.padding
         leaving: list[Tensor] = []
         if output.samples is not None:
             self.sampler.observe(wanted.sampled, output.samples)

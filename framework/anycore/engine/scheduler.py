@@ -75,6 +75,7 @@ class Scheduler:
         self.waiting: list[Request] = []  # sorted by key
         self.running: list[Request] = []  # sorted by key
         self.preemptions = 0
+        self.deferred = 0  # waiting requests that the last step passed over: what they need was being computed
         self._seats = list(range(limits.max_num_seqs))
         # Blocks kept free when a new request is admitted, so that running ones can grow a little before preempting.
         self._watermark = max(1, pool.size // 100) if pool else 0
@@ -193,6 +194,7 @@ class Scheduler:
             grown = self._grow(request, rows)
             assert grown, "admitted without room"
             step.chunks.append(Entry(request, request.num_computed, rows, rows == request.remaining))
+        self.deferred = at
 
     def _cached(self, request: Request) -> list[int] | None:
         """Return the blocks a waiting request can start from, or None if it should wait for another's.

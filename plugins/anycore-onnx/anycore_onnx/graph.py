@@ -56,6 +56,7 @@ class Graph:
             columns = np.arange(int(lens[group].max()))
             mask = columns < lens[group, None]
             rows = (starts[group, None] + columns)[mask]
+            batch.padding += mask.size - len(rows)
             fed = {IDS: padded(ids[rows], mask, self.pad_id), MASK: mask}
             if TYPES in self.inputs:
                 fed[TYPES] = padded(np.zeros_like(rows) if types is None else types[rows], mask, 0)
