@@ -46,7 +46,9 @@ ALLOWED = {
     "__init__": set(),
 }
 # The conformance kit drives what it tests.
-KIT = {f"contract/{name}.py" for name in ("testing", "endtoend", "endtoend_faults", "endtoend_weights")}
+KIT = {
+    f"contract/{name}.py" for name in ("testing", "endtoend", "endtoend_cache", "endtoend_faults", "endtoend_weights")
+}
 KIT_ALLOWED = {CONTRACT, ENGINE, MODELS, *COMMON, *LOADING}
 FOR_TYPES = {  # further imports that only a type checker sees
     "plugins": {"engine.request", "models.spec"},

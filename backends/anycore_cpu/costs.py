@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from anycore.contract.costs import StepShape, activation_bytes, reference_workspace
 from anycore_cpu.kernels import build
 from anycore_cpu.probe import processor_flags
@@ -21,6 +23,8 @@ MAKING_A_MASK, WITH_A_WINDOW = 9, 19
 
 def workspace(shape: StepShape) -> int:
     """How far a step goes beyond `activation_bytes`."""
+    if shape.rounded:  # read by the contract's own attention, as under a soft cap
+        return _in_torch(replace(shape, softcap=True))
     return _in_kernels(shape) if build.available(processor_flags()) else _in_torch(shape)
 
 
@@ -91,7 +95,7 @@ TEXT_ROWS = 128
 
 def recorded(shape: StepShape) -> int:
     """What recorded steps take: the widest moment of the largest one, and the buffers that batches are copied to."""
-    if not build.available(processor_flags()):
+    if shape.rounded or not build.available(processor_flags()):
         return 0
     rows = min(shape.seqs, REQUESTS) if shape.block_size else TEXT_ROWS
     blocks = -(-shape.longest // shape.block_size) if shape.block_size else 0

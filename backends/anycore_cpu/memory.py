@@ -17,6 +17,7 @@ from torch import Tensor
 
 from anycore.contract.backend import KVSpec, Memory, Peak
 from anycore.contract.host import memory_free, memory_total
+from anycore.contract.rounded import TYPES, RoundedCache
 
 
 class CpuMemory(Memory):
@@ -56,17 +57,23 @@ class CpuMemory(Memory):
 
     def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
         """Of pages that the system zeroes when they are first written: a large pool costs no start-up time, and none of
-        its memory before requests fill it.
+        its memory before requests fill it. A rounded cache is the contract's own, whoever computes.
         """
-        dtype = getattr(torch, kv.dtype)
         shape: tuple[int, ...] = (2, blocks, kv.block_size, kv.kv_heads, kv.head_dim)
+        if kv.rounded is not None:
+            kind = TYPES[kv.rounded]
+            return [RoundedCache(pages(shape, kind), pages(shape[:-1], torch.bfloat16)) for _ in range(kv.layers)]
         if self.kernels:
             shape = (blocks, kv.kv_heads, 2, kv.block_size, kv.head_dim)
-        count = math.prod(shape) * dtype.itemsize
-        return [torch.from_numpy(np.zeros(count, dtype=np.uint8)).view(dtype).view(shape) for _ in range(kv.layers)]
+        return [pages(shape, getattr(torch, kv.dtype)) for _ in range(kv.layers)]
 
     def upload(self, host: Tensor) -> Tensor:
         return host
+
+
+def pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros, of memory that is not there before it is written."""
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def high_water() -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
+from anycore.contract.rounded import RoundedCache
 from anycore.contract.weights import DenseWeight, Weight
 from anycore_cpu import packed
 from anycore_cpu.attention import Plan, attend
@@ -36,7 +37,7 @@ class CpuOps(Ops):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if softcap is not None:  # torch's kernel has no place for it
+        if softcap is not None or isinstance(cache, RoundedCache):  # torch's kernel has no place for either
             return super().attention(q, k, v, cache, batch, scale, window, softcap)
         plan = batch.plan if batch.plan is not None else self.plan(batch)
         return attend(plan, q, k, v, cache, scale, window)

@@ -27,6 +27,7 @@ class Question:
     chip: str | None = None  # None: that of the device here, or any where there is none
     dtype: str = "auto"
     quantization: str = "auto"
+    kv_cache_dtype: str = "auto"
     features: tuple[str, ...] = ()  # beyond what the model itself needs
     max_model_len: int | None = None
     prefix_caching: bool = True
@@ -39,6 +40,7 @@ class Question:
             task=self.task,
             dtype=self.dtype,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.prefix_caching,
             revision=self.revision,
@@ -65,6 +67,7 @@ class Answer:
     task: str = ""
     dtype: str = ""
     scheme: str = ""  # how weights are held; "": dense
+    kv_cache: str = ""  # how the KV cache is rounded; "": it is not
     level: str = ""
     evidence: str = ""
     row: Support | None = None  # the row in force
@@ -117,7 +120,7 @@ def answer(question: Question, plugins: Plugins, model: Model) -> Answer:
     try:
         choice = choose(replace(plugins, backends=(assumed,), failures=()), lambda _: needs, spec.name)
     except (Unsupported, PluginError):
-        here = replace(here, dtype=needs[0].weights, scheme=needs[0].scheme or "")
+        here = replace(here, dtype=needs[0].weights, scheme=needs[0].scheme or "", kv_cache=needs[0].kv_cache or "")
         return replace(here, reasons=tuple(refusals(spec.support, needs[0])))
     choice = prefer_native(choice, lambda _: needs)
     row = choice.support
@@ -126,6 +129,7 @@ def answer(question: Question, plugins: Plugins, model: Model) -> Answer:
         supported=True,
         dtype=choice.need.weights,
         scheme=choice.need.scheme or "",
+        kv_cache=choice.need.kv_cache or "",
         level=row.level.value,
         evidence=evidence.of_row(spec, row, chip),
         row=row,
@@ -161,6 +165,7 @@ def sentence(found: Answer) -> str:
         return f"{found.backend}: no{where}"
     assert found.row is not None
     held = f"{found.scheme} in {found.dtype}" if found.scheme else found.dtype
+    held += f", KV cache in {found.kv_cache}" if found.kv_cache else ""
     chips = f", chips {', '.join(found.row.chips)}" if found.row.chips and not found.device else ""
     return (
         f"{found.backend}: yes{where}: {found.task} in {held}, {found.level} "

@@ -15,6 +15,7 @@ import msgspec
 
 from anycore.answers import Alternative, Answer, Model, Question, answer, needs_on, read, seen_as
 from anycore.contract.declare import DTYPES, FEATURES, BackendSpec, Task, mismatches
+from anycore.contract.formats import KV_CACHES
 from anycore.engine.launch import task_of
 from anycore.errors import ConfigError, Unsupported
 from anycore.models.quantization import ONLINE, schemes
@@ -140,6 +141,10 @@ def _changes(question: Question, plugins: Plugins, model: ModelSpec, elsewhere: 
             if scheme != asked:  # dense is nearer to a checkpoint's own than other rounding is, but larger
                 weight = 1 if (scheme == "none") == (question.quantization == "auto") else 2
                 yield _set(weight, f"--quantization {scheme}", quantization=scheme)
+    if question.kv_cache_dtype != "auto":
+        for kind in (*KV_CACHES, "auto"):  # another rounding is as small, the type of the weights is not
+            if kind != question.kv_cache_dtype:
+                yield _set(2 if kind == "auto" else 1, f"--kv-cache-dtype {kind}", kv_cache_dtype=kind)
     if question.max_model_len is not None and question.max_model_len > model.max_positions:
         yield _set(1, f"--max-model-len {model.max_positions}", max_model_len=model.max_positions)
     for name in question.features:

@@ -93,6 +93,11 @@ class ModelConfig:
         flags=("--kv-cache-memory-bytes",),
         unit="bytes",
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "how keys and values are held: auto, in the type of the weights; or rounded to a byte a number when stored",
+        choices=("auto", "fp8", "int8", "fp8_e4m3"),
+    )
     enable_prefix_caching: bool = setting(True, "share blocks of equal prefixes between requests")
     scheduling_policy: str = setting("fcfs", "order of waiting requests", choices=("fcfs", "priority", "short-first"))
     max_queued: int = setting(

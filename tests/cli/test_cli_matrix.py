@@ -113,6 +113,7 @@ REPORT: dict[str, Any] = {
                     "attention": "bidirectional",
                     "weights": ["float32"],
                     "schemes": ["w8a8", "fp8"],
+                    "kv_caches": ["int8"],
                     "features": ["token_types"],
                     "architectures": [],
                     "head_dims": [64, 128],
@@ -131,8 +132,8 @@ REPORT: dict[str, Any] = {
 
 def test_plain_text_has_a_line_a_row_and_a_line_a_trouble() -> None:
     cells = (
-        "one", "native", "embed, rerank", "bidirectional", "float32", "w8a8, fp8", "token_types", "any", "64, 128",
-        "any", "80", "proven on a board, 2026-01-02",
+        "one", "native", "embed, rerank", "bidirectional", "float32", "w8a8, fp8", "int8", "token_types", "any",
+        "64, 128", "any", "80", "proven on a board, 2026-01-02",
     )  # fmt: skip
     assert rows(REPORT) == [(cells, "a [note]")]
     lines = plain(REPORT)
@@ -148,7 +149,8 @@ def test_plain_text_has_a_line_a_row_and_a_line_a_trouble() -> None:
 
 def test_markdown_is_a_table_and_a_list() -> None:
     lines = markdown(REPORT)
-    assert lines[2].startswith("| one | native | embed, rerank | bidirectional | float32 | w8a8, fp8 | token_types |")
+    start = "| one | native | embed, rerank | bidirectional | float32 | w8a8, fp8 | int8 | token_types |"
+    assert lines[2].startswith(start)
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
     assert lines[-1] == "- plugin two (two 2.0): it broke. Mend it."
 

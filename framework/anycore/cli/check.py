@@ -19,7 +19,7 @@ from anycore.cli.settings import given
 from anycore.config import ModelConfig
 from anycore.contract.declare import FEATURES
 
-FLAGS = ("task", "backend", "dtype", "quantization", "max_model_len", "revision")
+FLAGS = ("task", "backend", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "revision")
 """Settings of a model that matter to the answer."""
 
 

@@ -21,8 +21,8 @@ from anycore.contract.declare import Task
 from anycore.guard import sentence
 
 COLUMNS = (
-    "backend", "level", "tasks", "attention", "weights", "schemes", "features", "architectures", "head sizes",
-    "block sizes", "chips", "evidence",
+    "backend", "level", "tasks", "attention", "weights", "schemes", "KV caches", "features", "architectures",
+    "head sizes", "block sizes", "chips", "evidence",
 )  # fmt: skip
 FORMATS = ("table", "json", "markdown")
 
@@ -105,9 +105,9 @@ def rows(report: dict[str, Any]) -> list[tuple[tuple[str, ...], str]]:
         for row in backend["support"]:
             lists = [row[name] for name in ("architectures", "head_dims", "block_sizes", "chips")]
             anything = [", ".join(map(str, values)) or "any" for values in lists]
-            names = ("tasks", "weights", "schemes", "features")
-            tasks, weights, schemes, features = (", ".join(row[name]) or "-" for name in names)
-            cells = (backend["name"], row["level"], tasks, row["attention"], weights, schemes, features)
+            names = ("tasks", "weights", "schemes", "kv_caches", "features")
+            tasks, weights, *others = (", ".join(row[name]) or "-" for name in names)
+            cells = (backend["name"], row["level"], tasks, row["attention"], weights, *others)
             out.append(((*cells, *anything, row["evidence"] or "-"), row["note"]))
     return out
 

@@ -113,6 +113,7 @@ def whom(made: Prepared) -> dict[str, Any]:
         "level": made.choice.support.level.value,
         "device": {"name": device.name, "chip": device.chip, "memory": device.memory},
         "dtype": made.wish.dtype,
+        "kv_cache_dtype": (made.wish.kv_cache or made.wish.dtype) if made.wish.paged else None,
     }
 
 
@@ -146,7 +147,8 @@ def text(report: dict[str, Any]) -> list[str]:
     ]
     if report["bytes_per_token"]:
         lines += [
-            f"cache: {report['cache_tokens']} tokens, {report['bytes_per_token']} bytes each; "
+            f"cache: {report['cache_tokens']} tokens in {report['kv_cache_dtype']}, "
+            f"{report['bytes_per_token']} bytes each; "
             f"a sequence of {limits['max_model_len']} tokens takes {size(report['bytes_per_sequence'])}",
             f"at once: {limits['max_num_seqs']} sequences of any length, "
             f"{report['most_sequences_at_once']} if each has {limits['max_model_len']} tokens",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import Ops
+from anycore.contract.rounded import TYPES, RoundedCache
 from anycore.contract.sizes import KVSpec, Limits
 
 __all__ = [
@@ -73,11 +74,20 @@ class Memory:
     def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
         """Return one opaque handle a layer. Block 0 is scratch: rows that belong to nobody are stored there.
 
-        The default handle is a tensor [2, blocks, block_size, kv_heads, head_dim] (K, then V).
+        The default handle is a tensor [2, blocks, block_size, kv_heads, head_dim] (K, then V), or a `RoundedCache` of
+        such a one if `kv.rounded`, which only a backend is asked for whose table names that format.
         """
         shape = (2, blocks, kv.block_size, kv.kv_heads, kv.head_dim)
-        dtype = getattr(torch, kv.dtype)
-        return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(kv.layers)]
+        if kv.rounded is None:
+            dtype = getattr(torch, kv.dtype)
+            return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(kv.layers)]
+        return [
+            RoundedCache(
+                torch.zeros(shape, dtype=TYPES[kv.rounded], device=self.device),
+                torch.zeros(shape[:-1], dtype=torch.bfloat16, device=self.device),
+            )
+            for _ in range(kv.layers)
+        ]
 
     def upload(self, host: Tensor) -> Tensor:
         """Copy a host tensor to the device. May return before the copy ends; `host` must not be written again."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from anycore.contract.backend import Backend, KVSpec
 from anycore.contract.batch import IN_PROMPT, Batch, Penalties, Sampling
+from anycore.contract.check_rounding import settle, stored
 from anycore.contract.weights import DenseWeight
 
 TOLERANCE = {"float32": (1e-4, 2e-5), "bfloat16": (2e-2, 2e-2), "float16": (4e-3, 4e-3)}
@@ -48,6 +49,7 @@ class AttentionCase:
     heads: int = 6
     kv_heads: int = 2
     seed: int = 0
+    kv_cache: str | None = None  # a name from KV_CACHES: the cache is rounded
 
     @property
     def scale(self) -> float:
@@ -110,7 +112,7 @@ class PagedRun:
         self.generator = torch.Generator().manual_seed(case.seed)
         per_request = -(-(longest or 3 * case.block_size + 40) // case.block_size)
         blocks = 1 + 6 * per_request
-        kv = KVSpec(1, case.kv_heads, case.head_dim, case.block_size, case.dtype)
+        kv = KVSpec(1, case.kv_heads, case.head_dim, case.block_size, case.dtype, case.kv_cache)
         self.kv = backend.memory.allocate_kv(kv, blocks)
         self.free = list(range(1, blocks))
         self.random.shuffle(self.free)
@@ -144,6 +146,9 @@ class PagedRun:
         case = self.case
         rows = Rows(sum(wanted.values()), case, self.generator)
         q, k, v = rows.split(rows.mixed)
+        if case.kv_cache is not None:
+            settle(k, case.kv_cache, self.generator)
+            settle(v, case.kv_cache, self.generator)
         contexts = [len(self.keys.get(i, ())) for i in wanted]
         starts = [0, *accumulate(wanted.values())]
         for i, start, end in zip(wanted, starts, starts[1:], strict=False):
@@ -158,6 +163,8 @@ class PagedRun:
             close(out[rows_here], exact, case.dtype, f"{case}, request {i}, positions {positions}")
 
     def remember(self, i: int, k: Tensor, v: Tensor) -> None:
+        if self.case.kv_cache is not None:
+            k, v = stored(k, self.case.kv_cache), stored(v, self.case.kv_cache)
         if i not in self.keys:
             self.keys[i], self.values[i], self.tables[i] = k[:0], v[:0], []
         self.keys[i] = torch.cat((self.keys[i], k))

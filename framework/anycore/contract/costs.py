@@ -36,6 +36,7 @@ class StepShape:
     softcap: bool = False
     reference: bool = False  # the row of the table that was chosen is a reference row
     quantised: bool = False  # some matrices are
+    rounded: bool = False  # the KV cache is
 
 
 def activation_bytes(shape: StepShape, rows: int | None = None) -> int:

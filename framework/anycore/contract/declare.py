@@ -22,8 +22,9 @@ CONTRACT_VERSION = (1, 1)
 """(major, minor) of the contract. A plugin runs if its major is ours and its minor is not newer than ours.
 
 1.0 is the first. 1.1 added `Backend.load_model`, for backends that run whole models; quantised weights in `Ops.pack`
-and the `schemes` and `tables` that say what becomes of them; `Memory.held`, and what plans and evidence need of a
-`BackendSpec`: `known`, `runtime`, `workspace`, `graphs` and `evidence`.
+and the `schemes` and `tables` that say what becomes of them; rounded KV caches (`kv_caches`, `KVSpec.rounded`);
+`Memory.held`, and what plans and evidence need of a `BackendSpec`: `known`, `runtime`, `workspace`, `graphs` and
+`evidence`.
 """
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -71,6 +72,7 @@ class Support:
     chips: tuple[str, ...] = ()
     note: str = ""
     schemes: tuple[str, ...] = ()  # names from SCHEMES; empty: dense weights only. Others are made dense if asked for
+    kv_caches: tuple[str, ...] = ()  # names from KV_CACHES: rounded caches; empty: only one of the weights' own type
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class Need:
     features: tuple[str, ...] = ()
     chip: str | None = None
     scheme: str | None = None  # a name from SCHEMES; None: dense weights
+    kv_cache: str | None = None  # a name from KV_CACHES; None: the cache is of the weights' own type, or there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,9 @@ def mismatches(row: Support, need: Need) -> list[str]:
         out.append(f"weights {need.weights} are not among {', '.join(row.weights)}")
     if need.scheme is not None and need.scheme not in row.schemes:
         out.append(f"quantised weights {need.scheme} are not among {', '.join(row.schemes) or 'none'}")
+    if need.kv_cache is not None and need.kv_cache not in row.kv_caches and row.level is not Level.UNSUPPORTED:
+        declared = f"among {', '.join(row.kv_caches)}" if row.kv_caches else "declared, only one of the weights' type"
+        out.append(f"a KV cache in {need.kv_cache} is not {declared}")
     if row.head_dims and need.head_dim not in row.head_dims:
         out.append(f"head size {need.head_dim} is not among {', '.join(map(str, row.head_dims))}")
     if need.block_size is not None and row.block_sizes and need.block_size not in row.block_sizes:
@@ -178,7 +184,9 @@ def find(rows: Iterable[Support], need: Need) -> Support:
 def explain(rows: Sequence[Support], need: Need) -> str:
     """Say why no row covers `need`: one line a row with its first mismatch, nearest row first."""
     weights = f"{need.scheme} in {need.weights}" if need.scheme else need.weights
-    asked = f"{need.task.value} with {need.architecture} ({need.attention}, {weights}, head size {need.head_dim})"
+    cache = f", KV cache in {need.kv_cache}" if need.kv_cache else ""
+    about = f"{need.attention}, {weights}, head size {need.head_dim}{cache}"
+    asked = f"{need.task.value} with {need.architecture} ({about})"
     lines = [f"no support for {asked}:"]
     lines += [f"  - {row}: {reason}" for row, reason in refusals(rows, need)]
     if not rows:
@@ -199,4 +207,5 @@ def describe(row: Support) -> str:
     """Name a row in a few words."""
     tasks = "/".join(task.value for task in row.tasks)
     schemes = f", {'/'.join(row.schemes)}" if row.schemes else ""
-    return f"{tasks}, {row.attention}, {'/'.join(row.weights)}{schemes}"
+    caches = f", KV cache {'/'.join(row.kv_caches)}" if row.kv_caches else ""
+    return f"{tasks}, {row.attention}, {'/'.join(row.weights)}{schemes}{caches}"

@@ -1,4 +1,4 @@
-"""How a matrix of weights is held, as plain numbers: what plans count and loaders make. No torch."""
+"""How weights and KV caches are held, as plain numbers: what plans count and loaders make. No torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ SCHEMES = {
     "gguf": "4- and 8-bit weights with scales a group of 16 or 32 inputs, as GGUF files bring them",
 }
 """Quantised weights a row of the matrix may say it multiplies by as they are, without making them dense."""
+
+KV_CACHES = {
+    "int8": "a byte a number, whole numbers up to 127 times a scale for each token and KV head",
+    "fp8": "a byte a number, e4m3 up to 448 times a scale for each token and KV head",
+}
+"""Rounded KV caches that a row of the matrix may say it stores and reads."""
+
+KV_SCALE_BYTES = 2
+"""Of a scale in a rounded KV cache: bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class Ops:
 
         It attends to that request's tokens 0 … position(t) if `batch.causal`, otherwise to all of its rows in this
         batch. With `window` W, only the last W of those positions count (itself included). If `cache` is None there
-        is no history and nothing is stored.
+        is no history and nothing is stored. A rounded cache rounds each row when it is stored (`contract.rounded`),
+        and all is read as it was stored, this step's own rows too: results do not hang on how a prompt was split.
 
         Shapes: q and result [T, Hq, D]; k, v [T, Hkv, D]. Scores are `scale * q·k`, with `softcap` c bounded to
         `c * tanh(score / c)`; softmax in float32.

@@ -7,29 +7,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anycore.contract.batch import Batch
+from anycore.contract.rounded import RoundedCache, round_rows
+
+Cache = Tensor | RoundedCache
+"""[2, blocks, block_size, Hkv, D], keys and then values, as they come or rounded."""
 
 
-def store(k: Tensor, v: Tensor, cache: Tensor, batch: Batch) -> None:
-    """Write rows k, v [T, Hkv, D] at `batch.slots` of a cache [2, blocks, block_size, Hkv, D]."""
+def store(k: Tensor, v: Tensor, cache: Cache, batch: Batch) -> None:
+    """Write rows k, v [T, Hkv, D] at `batch.slots`."""
     assert batch.slots is not None
-    keys, values = cache.flatten(1, 2).unbind(0)
-    keys.index_copy_(0, batch.slots, k.to(cache.dtype))
-    values.index_copy_(0, batch.slots, v.to(cache.dtype))
+    for side, rows in zip((0, 1), (k, v), strict=True):
+        if isinstance(cache, RoundedCache):
+            data, scale = round_rows(rows, cache.data.dtype)
+            # As bytes: torch copies those of any type by index.
+            cache.data[side].view(torch.uint8).flatten(0, 1).index_copy_(0, batch.slots, data.view(torch.uint8))
+            cache.scale[side].flatten(0, 1).index_copy_(0, batch.slots, scale)
+        else:
+            cache[side].flatten(0, 1).index_copy_(0, batch.slots, rows.to(cache.dtype))
+
+
+def stored(cache: Cache, side: int, blocks: Tensor) -> Tensor:
+    """What some blocks hold of keys (side 0) or values (1): [blocks * block_size, Hkv, D], in float32 if rounded."""
+    if isinstance(cache, RoundedCache):
+        data = cache.data[side].view(torch.uint8)[blocks].view(cache.data.dtype)
+        return (data.float() * cache.scale[side][blocks].float()[..., None]).flatten(0, 1)
+    return cache[side][blocks].flatten(0, 1)
 
 
 def paged_attention(
-    q: Tensor, cache: Tensor, batch: Batch, scale: float, window: int | None, softcap: float | None
+    q: Tensor, cache: Cache, batch: Batch, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """Attend to what the cache [2, blocks, block_size, Hkv, D] holds for each request. q, result: [T, Hq, D]."""
+    """Attend to what the cache holds for each request. q, result: [T, Hq, D]."""
     out = torch.empty_like(q)
-    keys, values = cache.unbind(0)
     assert batch.block_tables is not None
     for i, rows in enumerate(batch.query_lens):
         start = batch.query_starts[i]
         length = batch.seq_lens[i]
         blocks = batch.block_tables[i, : -(-length // batch.block_size)].long()
-        k = keys[blocks].flatten(0, 1)[:length]
-        v = values[blocks].flatten(0, 1)[:length]
+        k, v = (stored(cache, side, blocks)[:length] for side in (0, 1))
         out[start : start + rows] = attend(q[start : start + rows], k, v, scale, batch.causal, window, softcap)
     return out
 

@@ -36,6 +36,7 @@ class Shape:
     activation: str | None = None
     rotary: bool = True
     generates: bool = True
+    kv_cache: str | None = None  # a name from KV_CACHES: the cache is rounded
 
 
 def self_check(backend: Backend, shape: Shape) -> None:
@@ -87,6 +88,7 @@ def operations(backend: Backend, shape: Shape) -> Iterator[tuple[str, Callable[[
         softcap=shape.softcap,
         heads=kv_heads * shape.heads // shape.kv_heads,
         kv_heads=kv_heads,
+        kv_cache=shape.kv_cache,
     )
     kind = f"of head size {shape.head_dim} in {shape.dtype}"
     for window in dict.fromkeys(shape.windows):
@@ -94,7 +96,8 @@ def operations(backend: Backend, shape: Shape) -> Iterator[tuple[str, Callable[[
         own = replace(case, window=None if window is None else min(window, shape.block_size + 3))
         where = "" if window is None else " in a window"
         if shape.block_size:
-            yield f"attention to a KV cache{where}, {kind}", lambda own=own: checks.check_paged_attention(backend, own)  # type: ignore[misc]
+            cache = f"a KV cache in {shape.kv_cache}" if shape.kv_cache else "a KV cache"
+            yield f"attention to {cache}{where}, {kind}", lambda own=own: checks.check_paged_attention(backend, own)  # type: ignore[misc]
         else:
             yield f"attention{where}, {kind}", lambda own=own: checks.check_packed_attention(backend, own)  # type: ignore[misc]
     yield "matrix products", lambda: checks.check_linear(backend, shape.dtype, 7, (64, 48), biased=True)

@@ -13,20 +13,21 @@ import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from itertools import product
+from dataclasses import replace
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from anycore.contract import checks, endtoend, endtoend_faults, endtoend_weights
+from anycore.contract import check_cache, checks, endtoend, endtoend_cache, endtoend_faults, endtoend_weights
 from anycore.contract.backend import Backend, KVSpec
 from anycore.contract.check_graphs import check_optimized
 from anycore.contract.check_weights import check_quantised
 from anycore.contract.checks import AttentionCase
 from anycore.contract.declare import CONTRACT_VERSION, DTYPES, FEATURES, BackendSpec, Level, Support, Task
-from anycore.contract.formats import SCHEMES
+from anycore.contract.formats import KV_CACHES, SCHEMES
 from anycore.contract.ops import Ops
 from anycore.errors import AnycoreError
 from anycore.plugins import load
@@ -107,6 +108,8 @@ class BackendConformance:
             assert set(row.weights) <= set(DTYPES), row
             assert set(row.features) <= set(FEATURES), row
             assert set(row.schemes) <= set(SCHEMES), row
+            assert set(row.kv_caches) <= set(KV_CACHES), row
+            assert row.attention == "causal" or not row.kv_caches, f"{row} has no KV cache to round"
             assert all(size > 0 for size in (*row.block_sizes, *row.head_dims)), row
             assert row.level is not Level.UNSUPPORTED or row.note, f"{row} is unsupported and does not say why"
 
@@ -136,6 +139,13 @@ class BackendConformance:
         for size in (1, 16):
             checks.check_memory(device, KVSpec(3, 2, 80, size, dtype), blocks=5)
 
+    def test_rounded_memory(self, device: Backend) -> None:
+        found = dict.fromkeys(cached_cases(self.claims()))
+        if not found:
+            pytest.skip("no rounded KV cache is claimed")
+        caches = [KVSpec(3, 2, 80, size, dtype, kind) for kind, dtype in found for size in (1, 16)]
+        check_cache.check_memory(device, caches, blocks=5)
+
     # --- operations ----------------------------------------------------------------------------------------------
 
     def test_paged_attention(self, device: Backend, paged_case: AttentionCase) -> None:
@@ -148,6 +158,18 @@ class BackendConformance:
 
     def test_random_lengths(self, device: Backend, shared_case: AttentionCase) -> None:
         checks.check_random_lengths(device, shared_case)
+
+    def test_rounded_cache(self, device: Backend, rounded_case: AttentionCase) -> None:
+        checks.check_paged_attention(device, rounded_case)
+        checks.check_random_lengths(device, rounded_case, steps=4)
+        check_cache.check_stored_alike(device, rounded_case)
+
+    def test_rounded_cache_of_a_shared_prefix(self, device: Backend, cached: tuple[str, str]) -> None:
+        case = next(case for case in rounded_cases(self.claims()) if (case.kv_cache, case.dtype) == cached)
+        checks.check_shared_prefix(device, case)
+        check_cache.check_unusual(device, case)
+        if type(device.ops).shares is not Ops.shares:
+            checks.check_shared_prefix(device, case, shared=2080, requests=40)
 
     def test_packed_attention(self, device: Backend, packed_case: AttentionCase) -> None:
         checks.check_packed_attention(device, packed_case)
@@ -235,6 +257,11 @@ class BackendConformance:
         size = next((row.block_sizes[0] for row in rows if row.block_sizes), 16)
         check_optimized(device, AttentionCase(dtype, self.head_dim("causal"), causal=True, block_size=size))
 
+    def test_optimized_steps_on_a_rounded_cache(self, device: Backend, cached: tuple[str, str]) -> None:
+        self.need(Task.GENERATE, "causal", cached[1])
+        case = next(case for case in rounded_cases(self.claims()) if (case.kv_cache, case.dtype) == cached)
+        check_optimized(device, case)
+
     # --- whole tasks ---------------------------------------------------------------------------------------------
 
     def test_generates(self, device: Backend, dtype: str, tmp_path: Path) -> None:
@@ -272,6 +299,14 @@ class BackendConformance:
         self.need(Task.RERANK, "bidirectional", dtype, scheme)
         head_dim = self.head_dim("bidirectional")
         endtoend_weights.check_rerank(self.backend, dtype, scheme, tmp_path / "model", head_dim)
+
+    # --- whole tasks on a rounded KV cache --------------------------------------------------------------------------
+
+    def test_generates_on_a_rounded_cache(self, device: Backend, cached: tuple[str, str], tmp_path: Path) -> None:
+        kind, dtype = cached
+        self.need(Task.GENERATE, "causal", dtype)
+        endtoend.save_decoder(tmp_path, self.head_dim("causal"))
+        endtoend_cache.check_generate(self.backend, dtype, kind, tmp_path)
 
     # --- an engine under stress ----------------------------------------------------------------------------------
 
@@ -322,6 +357,22 @@ def held_cases(rows: list[Support]) -> Iterator[tuple[str, str]]:
         yield from product(row.schemes, row.weights)
 
 
+def cached_cases(rows: list[Support]) -> Iterator[tuple[str, str]]:
+    """Every rounded KV cache that some row claims, with each dtype of what is stored there."""
+    for row in rows:
+        yield from product(row.kv_caches, row.weights)
+
+
+def rounded_cases(rows: list[Support]) -> Iterator[AttentionCase]:
+    """What rows claim for rounded KV caches, at one block size: every head size, with windows and soft caps in turn."""
+    for row in rows:
+        size = (row.block_sizes or BLOCK_SIZES)[0]
+        turns = 3 if {"sliding_window", "softcap"} <= set(row.features) else 1
+        for number, kind in enumerate(row.kv_caches):
+            chosen = islice(cases(row, size, windows=(size + 3,)), number % turns, None, turns)
+            yield from (replace(case, kv_cache=kind) for case in chosen)
+
+
 def paged_cases(rows: list[Support]) -> Iterator[AttentionCase]:
     """What rows claim for models with a KV cache: every block size with every head size, window and soft cap."""
     for row in rows:
@@ -361,12 +412,15 @@ def title(case: Any) -> str:
     words = [case.dtype, "causal" if case.causal else "full", f"d{case.head_dim}", f"h{case.heads}/{case.kv_heads}"]
     words += [f"b{case.block_size}"] if case.block_size else []
     words += [f"w{case.window}"] if case.window else []
+    words += [case.kv_cache] if case.kv_cache else []
     return "-".join(words + (["cap"] if case.softcap else []))
 
 
 CASES: dict[str, Callable[[list[Support]], Iterator[Any]]] = {
     "dtype": dtypes,
     "held": held_cases,
+    "cached": cached_cases,
+    "rounded_case": rounded_cases,
     "paged_case": paged_cases,
     "shared_case": shared_cases,
     "packed_case": packed_cases,

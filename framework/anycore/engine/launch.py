@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,14 @@ import msgspec
 
 from anycore import evidence
 from anycore.choose import Choice, NeedFor, choose, fall_back, open_backend
-from anycore.config import ModelConfig
+from anycore.config import ModelConfig, flag
 from anycore.contract.declare import DTYPES, Device, Level, Need, Task, describe, find
+from anycore.contract.formats import KV_CACHES
 from anycore.engine.leases import Lease
 from anycore.engine.measure import Meter, report
-from anycore.engine.memory import MemoryPlan, Room, Wish, plan
+from anycore.engine.memory import MemoryPlan, Room, Wish, kv_of, plan
 from anycore.engine.settle import Decision, settle, wish_of
-from anycore.engine.tasks import cannot, is_paged
+from anycore.engine.tasks import cannot, is_paged, rounded_cache
 from anycore.errors import ConfigError, PluginError, TaskNotSupported, Unsupported
 from anycore.models.quantization import ONLINE, schemes
 from anycore.models.source import Progress, Source, locate
@@ -76,6 +78,7 @@ class Prepared:
             "vocab_size": self.spec.vocab_size,
             "dtype": self.wish.dtype,
             "quantization": self.wish.quantization.scheme if self.wish.quantization else None,
+            "kv_cache_dtype": (self.wish.kv_cache or self.wish.dtype) if self.wish.paged else None,
             "backend": self.choice.spec.name,
             "device": self.choice.device.name,
             "level": self.choice.support.level.value,
@@ -132,7 +135,7 @@ def fit(config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec,
     try:
         choice = choose(plugins, needs, config.backend, config.device, config.allow_cpu_fallback)
     except Unsupported as error:
-        raise _with_other_schemes(error, config, plugins, source, whole) from error
+        raise _with_others(error, config, plugins, source, whole) from error
     choice = prefer_native(choice, needs)
     wish = wish_of(config, spec, task, choice)
     prepared = Prepared(config, source, spec, task, whole.tasks, choice, wish, None, (), strict, plugins)
@@ -140,25 +143,27 @@ def fit(config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec,
     return prepared if total is None else _settled(prepared, plan(spec, wish, Room(choice.spec.name, total)))
 
 
-def _with_other_schemes(
+def _with_others(
     error: Unsupported, config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec
 ) -> Unsupported:
-    """A refusal, with the other ways of holding weights that would be served."""
-    able = []
-    for scheme in ("none", *ONLINE):
-        other = replace(config, quantization=scheme)
-        spec = whole.for_task(task_of(other, whole))
-        needs = needs_of(other, source, spec, spec.tasks[0])
-        if needs(Device(0, "", "")) == needs_of(config, source, spec, spec.tasks[0])(Device(0, "", "")):
-            continue
-        try:
-            choose(plugins, needs, config.backend, config.device)
-        except (Unsupported, PluginError):
-            continue
-        able.append(f"--quantization {scheme}")
-    if not able:
-        return error
-    return Unsupported(f"{error.message}\nWould do instead: {', '.join(able)}", param="quantization")
+    """A refusal, with the other ways of holding the KV cache, or else weights, that would be served."""
+    spec = whole.for_task(task_of(config, whole))
+    others: dict[str, tuple[str, ...]] = {"quantization": ("none", *ONLINE)}
+    if config.kv_cache_dtype != "auto":
+        others = {"kv_cache_dtype": (*KV_CACHES, "auto"), **others}
+    for name, values in others.items():
+        able = []
+        for value in values:
+            changed: dict[str, Any] = {name: value}
+            needs = needs_of(replace(config, **changed), source, spec, spec.tasks[0])
+            if needs(Device(0, "", "")) == needs_of(config, source, spec, spec.tasks[0])(Device(0, "", "")):
+                continue
+            with suppress(Unsupported, PluginError):
+                choose(plugins, needs, config.backend, config.device)
+                able.append(f"{flag(name)} {value}")
+        if able:
+            return Unsupported(f"{error.message}\nWould do instead: {', '.join(able)}", param=name)
+    return error
 
 
 def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
@@ -182,7 +187,7 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
         torch.set_num_threads(prepared.config.threads)
     backend, prepared = _open(prepared)
     spec, wish = prepared.spec, prepared.wish
-    kv_spec = spec.kv(wish.block_size, wish.dtype) if wish.paged else None
+    kv_spec = kv_of(spec, wish) if wish.paged else None
     if backend.self_check:
         self_check(backend, _shape(prepared))
     block_bytes = backend.memory.block_bytes(kv_spec) if kv_spec else None
@@ -277,6 +282,7 @@ def _shape(prepared: Prepared) -> Shape:
         activation=spec.activation,
         rotary=spec.rope is not None,
         generates=prepared.task is Task.GENERATE,
+        kv_cache=wish.kv_cache,
     )
 
 
@@ -359,4 +365,4 @@ def _need(config: ModelConfig, spec: ModelSpec, task: Task, dtype: str, device: 
         features.append("chunked_prefill")
         if config.enable_prefix_caching:
             features.append("prefix_caching")
-    return replace(need, features=tuple(features))
+    return replace(need, features=tuple(features), kv_cache=rounded_cache(config, spec, task))

@@ -51,6 +51,7 @@ class Wish:
     max_num_batched_tokens: int | None = None
     batched_tokens: int | None = None  # the backend's default for it
     kv_cache_memory: int | None = None
+    kv_cache: str | None = None  # a name from KV_CACHES; None: of the weights' own type
     reference: bool = False  # served by a reference row of the table
     runtime: int = 0  # the backend's terms: see BackendSpec
     workspace: Callable[[StepShape], int] = reference_workspace
@@ -123,7 +124,7 @@ def plan(spec: ModelSpec, wish: Wish, room: Room, block_bytes: int | None = None
         _check_fixed(weights, working, budget, room)
         return MemoryPlan(budget, weights, working, 0, 0, 0, Limits(seqs, rows, longest, 0, 0))
 
-    kv = spec.kv(wish.block_size, wish.dtype)
+    kv = kv_of(spec, wish)
     block = block_bytes or kv.bytes_per_token * wish.block_size
     limits = Limits(seqs, max(rows, seqs), longest, wish.block_size, 0)
     pool = _Pool(spec, wish, weights, block, wish.kv_cache_memory or _budget(wish, room), limits)
@@ -138,6 +139,11 @@ def plan(spec: ModelSpec, wish: Wish, room: Room, block_bytes: int | None = None
     if wish.kv_cache_memory is not None:
         _check_given(result, wish, room)
     return result
+
+
+def kv_of(spec: ModelSpec, wish: Wish) -> KVSpec:
+    """The cache, where requests keep one."""
+    return spec.kv(wish.block_size, wish.dtype, wish.kv_cache)
 
 
 def weight_bytes(spec: ModelSpec, wish: Wish) -> int:
@@ -174,6 +180,7 @@ def step_shape(spec: ModelSpec, wish: Wish, limits: Limits) -> StepShape:
         softcap=spec.softcap is not None,
         reference=wish.reference,
         quantised=wish.quantization is not None,
+        rounded=wish.kv_cache is not None,
     )
 
 
@@ -219,7 +226,7 @@ class _Pool:
 
     def plan(self, longest: int, blocks: int) -> MemoryPlan:
         limits = replace(self.limits, max_model_len=longest, blocks=blocks + 1)
-        token = self.spec.kv(self.wish.block_size, self.wish.dtype).bytes_per_token
+        token = kv_of(self.spec, self.wish).bytes_per_token
         kv = (blocks + 1) * self.block
         working = self.working(longest, blocks + 1)
         budget = self.have if self.wish.kv_cache_memory is None else self.weights + working.total + kv

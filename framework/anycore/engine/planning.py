@@ -13,7 +13,7 @@ from typing import Any
 
 from anycore.config import ModelConfig, flag
 from anycore.contract.declare import DTYPES, BackendSpec, Device, Probe
-from anycore.contract.formats import Format
+from anycore.contract.formats import KV_CACHES, KV_SCALE_BYTES, Format
 from anycore.engine.launch import Prepared, find_model, fit
 from anycore.engine.memory import MemoryPlan, Wish, largest, size, step_shape, weight_bytes, working_bytes
 from anycore.errors import AnycoreError, ConfigError, DoesNotFit
@@ -138,7 +138,8 @@ def formulas(made: Prepared) -> dict[str, str]:
     else:
         width = f"3 * {spec.hidden_size} + max({attention}, 2 * {spec.intermediate_size})"
     weights = weight_formula(spec, made.wish)
-    token = f"2 * {spec.layers} * {spec.kv_heads} * {spec.head_dim} * {DTYPES[made.wish.dtype]}"
+    number = f"{spec.head_dim} * {DTYPES[made.wish.dtype]}" if made.wish.kv_cache is None else None
+    token = f"2 * {spec.layers} * {spec.kv_heads} * {number or f'({spec.head_dim} + {KV_SCALE_BYTES})'}"
     plain = plan.block_bytes == plan.kv_token_bytes * limits.block_size
     backend = made.choice.spec.name
     found = {
@@ -315,6 +316,8 @@ def _changes(asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{flag(name)} {count}", {name: count}
     if config.dtype in ("auto", "float32"):
         yield "--dtype bfloat16", {"dtype": "bfloat16"}
+    if config.kv_cache_dtype == "auto":  # where there is no cache it changes nothing, and is not advised
+        yield from ((f"--kv-cache-dtype {kind}", {"kv_cache_dtype": kind}) for kind in KV_CACHES)
     if config.quantization in ("auto", "none") and asked.whole.stored is None:
         yield from ((f"--quantization {scheme}", {"quantization": scheme}) for scheme in ("w8a8", "w4a16"))
 

@@ -8,7 +8,7 @@ from anycore.choose import Choice
 from anycore.config import ModelConfig, default_of
 from anycore.contract.declare import Level, Task
 from anycore.engine.memory import MemoryPlan, Wish
-from anycore.engine.tasks import is_paged
+from anycore.engine.tasks import is_paged, rounded_cache
 from anycore.models.parameters import parameters
 from anycore.models.quantization import quantization as quantization_of
 from anycore.models.spec import ModelSpec
@@ -60,6 +60,7 @@ def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, choice: Choice) ->
         max_num_batched_tokens=config.max_num_batched_tokens,
         batched_tokens=backend.batched_tokens and backend.batched_tokens * (1 if task is Task.GENERATE else POOLED),
         kv_cache_memory=config.kv_cache_memory,
+        kv_cache=rounded_cache(config, spec, task),
         reference=support.level is Level.REFERENCE,
         runtime=backend.runtime,
         workspace=backend.workspace,
@@ -102,6 +103,7 @@ def settle(
     if wish.paged:
         decisions += [
             Decision("block_size", limits.block_size, "flag" if config.block_size else "backend"),
+            _kv_cache_dtype(config, wish),
             Decision("kv_cache_memory", plan.kv, "flag" if config.kv_cache_memory else "plan"),
             Decision("kv_blocks", limits.blocks - 1, "plan"),
             _chosen(config, "enable_prefix_caching"),
@@ -110,6 +112,9 @@ def settle(
     else:
         why = "this model is computed in one piece: no KV cache, no chunks, no prefix hits"
         decisions.append(Decision("enable_prefix_caching", False, "model", why))
+        if config.kv_cache_dtype != "auto":
+            why = f"this model keeps no KV cache: --kv-cache-dtype {config.kv_cache_dtype} has no effect"
+            decisions.append(Decision("kv_cache_dtype", "none", "model", why, adjusted=True))
     if spec.pooling is not None and task is not Task.GENERATE:
         guessed = spec.pooling.source == "default"
         why = "the model has no pooling file; set --pooling if this is not how it was trained" if guessed else ""
@@ -149,6 +154,13 @@ def _quantization(config: ModelConfig, spec: ModelSpec, choice: Choice, wish: Wi
     count, every = len(wish.quantization.formats), sum(len(p.parts) for p in parameters(spec) if len(p.shape) == 2)
     again = f"the checkpoint's {stored} weights are rounded again; " if stored and config.quantization != "auto" else ""
     return Decision("quantization", wish.quantization.scheme, by, f"{again}{count} of {every} matrices")
+
+
+def _kv_cache_dtype(config: ModelConfig, wish: Wish) -> Decision:
+    """What a number of the cache is held in."""
+    if wish.kv_cache is None:
+        return Decision("kv_cache_dtype", wish.dtype, "default", "the type of the weights")
+    return Decision("kv_cache_dtype", wish.kv_cache, "flag", "a byte a number, a scale for each token and KV head")
 
 
 def _limit(config: ModelConfig, name: str, value: int) -> Decision:

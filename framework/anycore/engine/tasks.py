@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from anycore.config import ModelConfig
 from anycore.contract.declare import Task
 from anycore.errors import ConfigError
 from anycore.models.spec import ModelSpec
@@ -40,3 +41,10 @@ def is_paged(spec: ModelSpec, task: Task) -> bool:
     all tokens, or looks ahead, is computed in one piece and keeps nothing.
     """
     return spec.attention == "causal" and wanted_rows(spec, task) == "last"
+
+
+def rounded_cache(config: ModelConfig, spec: ModelSpec, task: Task) -> str | None:
+    """The name from KV_CACHES of how keys and values are held; None: as they come, or there are none."""
+    if config.kv_cache_dtype == "auto" or not is_paged(spec, task):
+        return None
+    return "fp8" if config.kv_cache_dtype == "fp8_e4m3" else config.kv_cache_dtype

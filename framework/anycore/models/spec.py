@@ -132,9 +132,9 @@ class ModelSpec:
 
         return sum(piece.bytes(dtype) for p in counted(self) for piece in pieces(p, quantization))
 
-    def kv(self, block_size: int, dtype: str) -> KVSpec:
-        """The paged KV cache this model needs."""
-        return KVSpec(self.layers, self.kv_heads, self.head_dim, block_size, dtype)
+    def kv(self, block_size: int, dtype: str, rounded: str | None = None) -> KVSpec:
+        """The paged KV cache this model needs; `rounded` is a name from KV_CACHES."""
+        return KVSpec(self.layers, self.kv_heads, self.head_dim, block_size, dtype, rounded)
 
     def need(self, task: Task, weights: str, block_size: int | None = None, chip: str | None = None) -> Need:
         """What serving `task` asks of a backend. The engine adds the features that its flags turn on."""

@@ -40,6 +40,7 @@ async def capabilities(
     chip: str | None = None,
     dtype: str = "auto",
     quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
     features: str = "",
     max_model_len: int | None = None,
 ) -> dict[str, Any]:
@@ -62,6 +63,7 @@ async def capabilities(
             chip=chip,
             dtype=dtype,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             features=tuple(name.strip() for name in features.split(",") if name.strip()),
             max_model_len=max_model_len,
         )
