@@ -21,17 +21,18 @@ VENDOR_EXCEPTIONS = {"contract/backend.py": {"nccl", "hccl"}}  # a doc comment: 
 
 # What each room may import of the core; a room may always import itself. Lone files are rooms of their own.
 CLI, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT = "cli", "server", "llm", "text", "engine", "models", "contract"
-BENCH = "bench"
+BENCH, BATCH = "bench", "batch"
 COMMON = {"errors", "config", "__init__"}
 LOADING = {"plugins", "choose", "guard", "capabilities", "evidence"}
 ALLOWED = {
-    CLI: {BENCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
+    CLI: {BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
     SERVER: {TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
     LLM: {TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     ENGINE: {MODELS, CONTRACT, *COMMON, *LOADING},
     MODELS: {CONTRACT, *COMMON},
     CONTRACT: {"errors"},
     BENCH: {"errors"},
+    BATCH: {SERVER, "config", "errors"},
     TEXT: {"models.spec", "models.source", "models.gguf.header", "engine.request", *COMMON},
     "plugins": {"hookspecs", "guard", CONTRACT, *COMMON},
     "choose": {"guard", CONTRACT, *COMMON},
@@ -63,7 +64,7 @@ FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec"}  # 
 LIGHT = ("contract.declare", "contract.host", "config", "errors", "guard", "choose", "plugins", "capabilities",
          "ask", "answers", "evidence", "engine.launch", "models.spec", "models.source", "models.catalog",
          "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.plan", "cli.check", "cli.dry_run",
-         "cli.doctor", "cli.serve", "cli.bench_serve", "server.run")  # fmt: skip
+         "cli.doctor", "cli.serve", "cli.bench_serve", "cli.run_batch", "batch.lines", "server.run")  # fmt: skip
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "uvicorn"}
 
 

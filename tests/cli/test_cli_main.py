@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
 
 from anycore import __version__
-from anycore.cli.main import COMMANDS, dispatch, main, overview, parser_of
+from anycore.cli.main import COMMANDS, dispatch, main, module_of, overview, parser_of
 from anycore.errors import DoesNotFit, PluginError
 
 HEAVY = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "numpy", "zmq", "rich")
@@ -38,7 +37,7 @@ def test_serve_reads_its_flags_without_torch() -> None:
 
 def test_every_command_has_a_module_help_and_a_line_in_the_overview() -> None:
     for name in COMMANDS.keys() - {"version"}:
-        module = import_module(f"anycore.cli.{name.replace(' ', '_')}")
+        module = module_of(name)
         assert module.__doc__
         assert callable(module.run)
         text = parser_of(name).format_help()

@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "continue prompts, once, from the shell",
     "embed": "turn texts into vectors, once, from the shell",
     "rerank": "order documents by relevance to a query, once, from the shell",
+    "run-batch": "answer a file of requests, and go on where a run was stopped",
     "matrix": "show what every backend supports, and why others are absent",
     "check": "say whether a model can be served here, and if not, what is the least to change",
     "plan": "say what memory a model takes on a device, here or not, and what to change if it does not fit",
@@ -33,7 +34,7 @@ COMMANDS = {
     "version": "print the version",
 }
 """Sub-commands and what they do. Each lives in a module of its name with `add_arguments(parser)` and `run(options)`;
-a name of two words joins them with an underscore."""
+words of a name are joined with an underscore."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +89,7 @@ def dispatch(words: list[str]) -> int:
 
 
 def module_of(name: str) -> ModuleType:
-    return import_module(f"anycore.cli.{name.replace(' ', '_')}")
+    return import_module(f"anycore.cli.{name.replace(' ', '_').replace('-', '_')}")
 
 
 def parser_of(name: str) -> Parser:
