@@ -120,6 +120,9 @@ class ModelConfig:
     trust_remote_code: bool = setting(False, "always refused: anycore runs no code from checkpoints")
     revision: str | None = setting(None, "branch, tag or commit of a hub id")
     allow_cpu_fallback: bool = setting(False, "use the CPU when the asked-for backend cannot be opened")
+    keep_alive: float | None = setting(
+        None, "seconds without a request after which the model is unloaded, until the next one (default: it stays)"
+    )
     threads: int | None = setting(
         None, "threads the backend's host code may use (default: the cores this process may use)"
     )
@@ -147,6 +150,8 @@ class ModelConfig:
             raise ConfigError(f"--max-queued must be 0 or more, not {self.max_queued}", param="max_queued")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"--request-timeout must be above 0, not {self.request_timeout}", param="request_timeout")
+        if self.keep_alive is not None and self.keep_alive <= 0:
+            raise ConfigError(f"--keep-alive must be above 0, not {self.keep_alive:g}", param="keep_alive")
         if self.trust_remote_code:
             raise ConfigError(
                 "--trust-remote-code is refused: anycore never runs code that a checkpoint carries. "
@@ -176,11 +181,27 @@ class ServerConfig:
     )
     api_key_file: str | None = setting(None, "file with one key a line")
     max_body_size: int = setting(32 * 2**20, "largest request body in bytes", unit="bytes")
+    reuse_port: bool = setting(
+        False, "share the port with another server, such as the one that this one takes over from (SO_REUSEPORT)"
+    )
+    engine_restarts: int = setting(
+        10, "restarts of a model's engine within an hour, after which the server ends; 0: it ends with the first engine"
+    )
+    step_timeout: float = setting(
+        300.0, "seconds after which an engine's step counts as stuck and the engine is restarted; 0: never"
+    )
     shutdown_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
     strict: bool = setting(False, "refuse to start where a setting had to be adjusted; refuse unknown request fields")
     log_prompts: bool = setting(False, "write prompts and outputs to the log")
     allow_request_template: bool = setting(False, "accept a chat_template in requests (templates are programs)")
     log_level: str = setting("info", "how much to log", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting("text", "log lines for people, or one JSON object each", choices=("text", "json"))
+    metrics_names: str = setting(
+        "anycore", "prefix of the series that vLLM has, too, in /metrics", choices=("anycore", "vllm", "both")
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None, "send traces to this URL, OTLP over HTTP, such as http://collector:4318/v1/traces (default: no traces)"
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -192,6 +213,12 @@ class ServerConfig:
             raise ConfigError(
                 f"--max-body-size must be at least 1024 bytes, not {self.max_body_size}", param="max_body_size"
             )
+        if self.engine_restarts < 0:
+            raise ConfigError(
+                f"--engine-restarts must be 0 or more, not {self.engine_restarts}", param="engine_restarts"
+            )
+        if self.step_timeout < 0:
+            raise ConfigError(f"--step-timeout must be 0 or more, not {self.step_timeout:g}", param="step_timeout")
         if self.shutdown_timeout < 0:
             raise ConfigError(
                 f"--shutdown-timeout must be 0 or more, not {self.shutdown_timeout}", param="shutdown_timeout"

@@ -59,6 +59,14 @@ class Unauthorized(BadRequest):
     code = "invalid_api_key"
 
 
+class Forbidden(BadRequest):
+    """The key is right and may not do this."""
+
+    status = 403
+    type = "permission_error"
+    code = "insufficient_scope"
+
+
 class NotFound(BadRequest):
     status = 404
     code = "not_found"
@@ -66,6 +74,13 @@ class NotFound(BadRequest):
 
 class ModelNotFound(NotFound):
     code = "model_not_found"
+
+
+class Conflict(BadRequest):
+    """Something else is being done to the same thing."""
+
+    status = 409
+    code = "conflict"
 
 
 class TooLarge(BadRequest):

@@ -21,8 +21,8 @@ from anycore.engine.scheduler import POLICIES
 from anycore.models.families import ARCHITECTURES
 from anycore.models.rope import KINDS
 from anycore.server.app import create_app
-from anycore.server.bridge import Phase
 from anycore.server.metrics import Metrics
+from anycore.server.phases import Phase
 
 DOCS = everything()
 TOOLS = {"pip", "pytest", "curl", "python3", "source", "pre-commit"}  # what commands in the pages may begin with

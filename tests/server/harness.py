@@ -181,6 +181,9 @@ class _Thread:
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)
 
+    def send_signal(self, signal: int) -> None:
+        """Nothing to tell a thread."""
+
     def kill(self) -> None:
         self._end(-9)
 

@@ -37,7 +37,7 @@ def main() -> int:
             settings[name] = (value,)
         else:
             settings[name] = float(value) if value.replace(".", "").isdigit() else value
-            if name in ("port", "max_body_size", "api_servers"):
+            if name in ("port", "max_body_size", "api_servers", "engine_restarts"):
                 settings[name] = int(value)
     models = [
         ModelConfig(model=folder, served_model_name=(name,), task=task) for name, task in zip(names, tasks, strict=True)

@@ -20,7 +20,8 @@ from anycore.contract.declare import Task
 from anycore.engine.request import NewRequest, RequestRecord, SamplingParams
 from anycore.errors import AnycoreError, BadRequest, NonFiniteOutput, Overloaded, Unavailable
 from anycore.server import wire
-from anycore.server.bridge import EngineClient, Phase
+from anycore.server.bridge import EngineClient
+from anycore.server.phases import Phase
 
 FAKE = str(Path(__file__).parent / "fake_child.py")
 

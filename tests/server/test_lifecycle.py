@@ -136,7 +136,7 @@ def test_o07_engines_do_not_outlive_a_killed_server(t_lm: Path, tmp_path_factory
 
 
 def test_o01_a_killed_engine_is_seen_and_ends_the_server(t_lm: Path) -> None:
-    with serve_scripted(t_lm, "step=0.05") as live, ThreadPoolExecutor(1) as pool:
+    with serve_scripted(t_lm, "step=0.05", engine_restarts=0) as live, ThreadPoolExecutor(1) as pool:
         running = start_streams(live, pool, 1, 500)
         os.kill(live.engines()[0], signal.SIGKILL)
         live.wait(lambda: live.get("/health").status_code == 503 and live.get("/ready").status_code == 503, 2)

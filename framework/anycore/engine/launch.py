@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -24,7 +26,7 @@ from anycore.engine.measure import Meter, report
 from anycore.engine.memory import MemoryPlan, Room, Wish, kv_of, plan
 from anycore.engine.settle import Decision, settle, wish_of
 from anycore.engine.tasks import cannot, is_paged, rounded_cache
-from anycore.errors import ConfigError, PluginError, TaskNotSupported, Unsupported
+from anycore.errors import ConfigError, DoesNotFit, PluginError, TaskNotSupported, Unsupported
 from anycore.models.quantization import ONLINE, schemes
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
@@ -166,8 +168,13 @@ def _with_others(
     return error
 
 
-def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
+def build(
+    prepared: Prepared, progress: Progress | None = None, at_least: Mapping[str, int] = MappingProxyType({})
+) -> Engine:
     """Open the device, plan with what is free on it, load, allocate and warm up.
+
+    Args:
+        at_least: numbers of the card that the plan must reach, such as those of the engine that this one is to follow.
 
     Raises:
         DoesNotFit: before weights are loaded.
@@ -200,6 +207,7 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     with Lease(f"{backend.name}-{prepared.choice.device.uid or prepared.choice.device.index}") as lease:
         draft = lease.take(divide, wish.runtime, lambda why: tell(why, 0.0))
         prepared = _settled(prepared, draft)
+        _check_reached(prepared.card(), at_least)
         for decision in prepared.decisions:
             log.log(logging.WARNING if decision.guessed or decision.adjusted else logging.INFO, "%s", decision)
 
@@ -221,6 +229,12 @@ def build(prepared: Prepared, progress: Progress | None = None) -> Engine:
     gc.set_threshold(YOUNG_OBJECTS)
     tell("ready", 1.0)
     return engine
+
+
+def _check_reached(card: Mapping[str, Any], at_least: Mapping[str, int]) -> None:
+    short = [f"{name} {card[name]} of {number}" for name, number in at_least.items() if (card[name] or 0) < number]
+    if short:
+        raise DoesNotFit(f"there is memory for less than is wanted: {', '.join(short)}", param="kv_cache_memory")
 
 
 def _engine(prepared: Prepared, backend: Backend, model: Model, kv: list[Any] | None) -> Engine:

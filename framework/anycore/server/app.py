@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from anycore import __version__
 from anycore.config import ServerConfig
 from anycore.server import (
+    admin,
     chat,
     completions,
     embeddings,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 ROUTERS = (
     operations.router,
+    admin.router,
     models_routes.router,
     chat.router,
     completions.router,

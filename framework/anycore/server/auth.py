@@ -43,6 +43,11 @@ class Guard:
     def __init__(self, keys: list[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
+    @property
+    def locked(self) -> bool:
+        """Whether keys are needed at all."""
+        return bool(self._digests)
+
     def check(self, path: str, authorization: bytes | None) -> None:
         """Let a request pass.
 

@@ -9,10 +9,11 @@ import asyncio
 import logging
 import os
 import signal
+import stat
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,32 +24,26 @@ import zmq.asyncio
 
 from anycore.config import ModelConfig
 from anycore.engine.request import NewRequest, Stats
-from anycore.errors import AnycoreError, BadRequest, Unavailable
+from anycore.errors import AnycoreError, BadRequest, ConfigError, Unavailable
 from anycore.server import wire
 from anycore.server.logs import log_crash
+from anycore.server.phases import Phase
 from anycore.server.stream import Observer, Stream, error_of
 
 COMMAND = (sys.executable, "-m", "anycore.server.child")
 LAST_WORDS_SECONDS = 0.1  # between a process's end and the end of reading what it had sent
 STOP_SECONDS = 1.0  # what a stopped engine gets before it is killed
+WATCH_SECONDS = 1.0  # between two looks at how long an engine has been silent; shorter where the limit is
+SHOWN_REQUESTS = 8  # in the log line about a stalled step
 
 log = logging.getLogger(__name__)
-
-
-class Phase(str, Enum):
-    """How far an engine is."""
-
-    STARTING = "starting"
-    LOADING = "loading"
-    WARMING = "warming"
-    READY = "ready"
-    DEAD = "dead"
 
 
 class Child(Protocol):
     """What the client needs of a process; `asyncio.subprocess.Process` has it."""
 
     async def wait(self) -> int: ...
+    def send_signal(self, signal: int) -> None: ...
     def kill(self) -> None: ...
 
 
@@ -64,26 +59,37 @@ class EngineClient:
         observer: Observer,
         *,
         log_level: str = "info",
+        log_format: str = "text",
+        log_prompts: bool = False,
         strict: bool = False,
         command: tuple[str, ...] = COMMAND,
         progress: Callable[[str, float], None] | None = None,
         front: int | None = None,
+        step_timeout: float = 0.0,
+        at_least: dict[str, int] | None = None,
     ) -> None:
-        """`front` is this process's number where several fronts share the engine."""
+        """
+        Args:
+            front: this process's number where several fronts share the engine.
+            step_timeout: seconds of silence at work after which it is taken for stuck and killed; 0 for never.
+            at_least: numbers of the card that must be reached; with less it gives up before it reads weights.
+        """
         self.config = config
         self.name = config.names[0]
         self.observer = observer
-        self.phase = Phase.STARTING
+        self._enter(Phase.STARTING)
         self.activity = ""  # what it is doing while loading
         self.fraction = 0.0  # of that activity, 0..1
         self.failure: AnycoreError | None = None  # why it is dead
         self.card: dict[str, Any] = {}
         self.stats = Stats()
+        self.heard = self.since  # when it last said something; while it works it does so after every step
         self.dead = asyncio.Event()
         self.front = front or 0
         self._mark = "" if front is None else f"{front}:"  # before ids on their way: says whose they are
         self._command = command
         self._progress = progress
+        self._step_timeout = step_timeout
         number = next(self._numbers)
         self._boot = wire.Boot(
             config=config,
@@ -91,7 +97,10 @@ class EngineClient:
             reports=f"ipc://{directory}/{number}-out",
             directory=str(directory),
             log_level=log_level,
+            log_format=log_format,
+            log_prompts=log_prompts,
             strict=strict,
+            at_least=at_least or {},
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Commands leave by a plain socket: with no limit on its queue, sending never waits.
@@ -115,15 +124,20 @@ class EngineClient:
         self._reports.set_hwm(0)
         self._commands.set_hwm(0)
         self._commands.linger = 0
+        own_folder(Path(self._boot.directory))
         self._reports.bind(self._boot.reports)
         self._commands.connect(self._boot.commands)
         self._child = await self._spawn(self._boot)
         self._reader = asyncio.create_task(self._read())
         self._watcher = asyncio.create_task(self._watch())
+        self._pulse = asyncio.create_task(self._watch_pulse())
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase, self.since = phase, time.monotonic()
 
     def load(self) -> None:
         """Let it read the weights."""
-        self.phase = Phase.LOADING
+        self._enter(Phase.LOADING)
         self._send(wire.Load())
 
     def drain(self) -> None:
@@ -142,6 +156,9 @@ class EngineClient:
             if not self._watcher.done():
                 self.kill()
             await self._watcher
+            for task in (self._reader, self._pulse):
+                task.cancel()
+            await asyncio.gather(self._reader, self._pulse, return_exceptions=True)
         self._reports.close()
         self._commands.close()
         self._context.term()
@@ -177,6 +194,36 @@ class EngineClient:
         self._reader.cancel()
         self._die(Unavailable(f"the engine ended: {ending(code)}", code="engine_dead"))
 
+    async def _watch_pulse(self) -> None:
+        """Kill the engine when a step takes longer than it may."""
+        limit = self._step_timeout
+        while limit and not self.dead.is_set():
+            if not self._stalled():
+                await asyncio.sleep(min(WATCH_SECONDS, limit / 4))
+                continue
+            await asyncio.sleep(WATCH_SECONDS)  # if it was this process that stood still, what was said is read now
+            if self._stalled() and self._child is not None:
+                log.error("%s: no step has ended for %.0f s (--step-timeout %g): %s", self.name, *self._silence())
+                log.error("%s: where it stands, if it can still say so, and then its end:", self.name)
+                with suppress(ProcessLookupError):
+                    self._child.send_signal(signal.SIGUSR1)
+                await asyncio.sleep(LAST_WORDS_SECONDS)
+                self._die(Unavailable(f"no step of the engine has ended for {limit:g} s", code="step_stalled"))
+                self._child.kill()
+
+    def _stalled(self) -> bool:
+        """Whether it has been silent for too long, with work to do."""
+        busy = self._streams or self.stats.running or self.stats.waiting
+        return bool(busy) and self.phase is Phase.READY and time.monotonic() - self.heard > self._step_timeout
+
+    def _silence(self) -> tuple[float, float, str]:
+        """How long, against which limit, and what was being done: nothing of a prompt."""
+        running = [stream.summary for stream in self._streams.values()]
+        left_out = f" and {len(running) - SHOWN_REQUESTS} more" if len(running) > SHOWN_REQUESTS else ""
+        what = "; ".join(running[:SHOWN_REQUESTS]) + left_out
+        counts = f"step {self.stats.steps + 1}, {self.stats.running} running, {self.stats.waiting} waiting"
+        return time.monotonic() - self.heard, self._step_timeout, f"{counts}: {what}"
+
     def _die(self, failure: AnycoreError) -> None:
         """End everything that waits for this engine. The first reason given is the one that stays."""
         if self.dead.is_set():
@@ -185,8 +232,10 @@ class EngineClient:
             self.failure = failure
         if self.phase is Phase.READY and not self._stopping:  # before that, `ready` raises it to whoever starts up
             log.error("%s: %s", self.name, failure.message)
-        self.phase = Phase.DEAD
-        self.fail_all(Unavailable("the model's engine has ended; this request was not completed", code="engine_dead"))
+        self._enter(Phase.DEAD)
+        code = failure.code if failure.code == "step_stalled" else "engine_dead"
+        self.fail_all(Unavailable("the model's engine has ended; this request was not completed", code=code))
+        self.stats = msgspec.structs.replace(self.stats, running=0, waiting=0, blocks_free=self.stats.blocks)
         for future in (self.planned, self.ready):
             if not future.done():
                 future.set_exception(failure)
@@ -211,6 +260,8 @@ class EngineClient:
             raise Unavailable(f"the model is not ready: {self.phase.value}", code=f"model_{self.phase.value}")
         if self._mark + request.id in self._streams:
             raise BadRequest(f"request id {request.id!r} is in use", param="request_id")
+        if not self._streams:
+            self.heard = time.monotonic()  # it was silent because it had nothing to do
         stream = self._streams[self._mark + request.id] = Stream(self, request)
         self._send(wire.Submit(msgspec.structs.replace(request, id=self._mark + request.id)))
         return stream
@@ -247,6 +298,7 @@ class EngineClient:
         try:
             while True:
                 self._handle(wire.decode_report(await self._reports.recv()))
+                self.heard = time.monotonic()
         except Exception as error:  # without its reports the engine is lost to us
             log_crash(log, f"{self.name}: a report of the engine cannot be read", error)
             self._die(Unavailable("the engine's reports cannot be read", code="engine_dead"))
@@ -262,13 +314,14 @@ class EngineClient:
             self.planned.set_result(report)
         elif isinstance(report, wire.Ready):
             self.card, self.stats = report.card, report.stats
-            self.phase, self.activity, self.fraction = Phase.READY, "", 1.0
+            self._enter(Phase.READY)
+            self.activity, self.fraction = "", 1.0
             self.observer.begin(self.card, lambda: self.stats)
             if not self._mark:
                 self.forget_paths()
             self.ready.set_result(None)
         else:
-            failure = AnycoreError(report.message, param=report.param, code=report.code)
+            failure = error_of(report.message, report.code, report.param)
             failure.exit_code = report.exit_code
             self._die(failure)
 
@@ -291,7 +344,7 @@ class EngineClient:
             log.info("%s: %s", self.name, report.name)
         self.activity, self.fraction = report.name, report.fraction
         if self.phase is Phase.LOADING and report.name.startswith("warm"):
-            self.phase = Phase.WARMING
+            self._enter(Phase.WARMING)
 
     def _handle_output(self, output: wire.Output) -> None:
         if output.stats is not None:
@@ -305,6 +358,15 @@ class EngineClient:
         for delta in output.deltas:
             if delta.id in self._streams:
                 self._streams[delta.id].take(delta)
+
+
+def own_folder(folder: Path) -> None:
+    """Make the sockets' folder again if it is gone; refuse one that somebody else has put in its place."""
+    with suppress(FileExistsError):
+        folder.mkdir(0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} is not this user's own: the engine's sockets cannot lie there")
 
 
 def ending(code: int) -> str:

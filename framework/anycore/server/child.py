@@ -7,6 +7,7 @@ It exits when told, when the engine fails, and at once when its parent is gone.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import logging
 import os
 import shutil
@@ -207,22 +208,26 @@ def main(launch: Launch) -> int:
     boot = msgspec.json.decode(read_line(), type=wire.Boot)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)  # says where every thread stands, also out of native code
     die_with_parent(boot.directory)
-    logs.configure(boot.log_level, label=boot.config.names[0])
+    logs.configure(boot.log_level, label=boot.config.names[0], style=boot.log_format, loud=boot.log_prompts)
     return run(boot, launch)
 
 
 def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Build]:
     """Plan the real engine."""
     from anycore import plugins  # heavy imports start here, once the parent is watched
+    from anycore.engine.grammar import Grammars
     from anycore.engine.launch import build, prepare
+    from anycore.text.grammar import vocabulary_of
 
     prepared = prepare(boot.config, plugins.load(), strict=boot.strict, progress=progress)
     source = prepared.source
     planned = wire.Planned(prepared.card(), source.name, str(source.folder), str(source.gguf) if source.gguf else None)
 
     def build_engine(progress: Progress) -> tuple[Engine, dict[str, Any]]:
-        engine = build(prepared, progress)
+        engine = build(prepared, progress, boot.at_least)
+        engine.grammars = Grammars(lambda: vocabulary_of(source, prepared.spec))
         return engine, engine.card
 
     return planned, build_engine

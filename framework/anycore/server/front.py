@@ -21,9 +21,10 @@ import msgspec
 
 from anycore.server import aside, child, logs, wire
 from anycore.server.auth import Guard, read_keys
-from anycore.server.bridge import EngineClient, Phase
+from anycore.server.bridge import EngineClient
 from anycore.server.fronts import READY, FrontBoot
 from anycore.server.lifecycle import Server
+from anycore.server.phases import Phase
 from anycore.server.port import listen
 
 
@@ -48,7 +49,7 @@ class AttachedClient(EngineClient):
 
     def load(self) -> None:
         if self.phase is Phase.STARTING:  # else it has said already that it is ready
-            self.phase = Phase.LOADING
+            self._enter(Phase.LOADING)
 
     def forget_paths(self) -> None:
         Path(self._boot.reports.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -57,7 +58,8 @@ class AttachedClient(EngineClient):
         self._stopping = True
         self._reader.cancel()
         self._watcher.cancel()
-        await asyncio.gather(self._reader, self._watcher, return_exceptions=True)
+        self._pulse.cancel()
+        await asyncio.gather(self._reader, self._watcher, self._pulse, return_exceptions=True)
         self._reports.close()
         self._commands.close()
         self._context.term()
@@ -76,6 +78,9 @@ class Elsewhere:
         while not self._died.is_set():
             await asyncio.sleep(0.05)
         return 1
+
+    def send_signal(self, signal: int) -> None:
+        raise NotImplementedError("the engine belongs to the first front")
 
     def kill(self) -> None:
         raise NotImplementedError("the engine belongs to the first front")
@@ -111,7 +116,7 @@ def main() -> int:
     line = child.read_line()
     boot = msgspec.json.decode(line, type=FrontBoot)
     keys = read_keys(boot.config)
-    logs.configure(boot.config.log_level, keys, label=f"front {boot.number}")
+    logs.of_server(boot.config, keys, label=f"front {boot.number}")
     return asyncio.run(serve(boot, Guard(keys)))
 
 

@@ -134,7 +134,7 @@ class Generation:
             log.info("%s prompt: %r", request.id, self.prompts[which].text or request.token_ids)
         texts = [Detokenizer(self._model.renderer.tokenizer, sampling, request.token_ids) for _ in range(sampling.n)]
         pending = [Chunk(which * sampling.n + i) for i in range(sampling.n)]
-        async with self._model.client.submit(request) as stream:
+        async with self._model.slot.submit(request) as stream:
             async for delta in stream:
                 self._cached[which] = max(self._cached[which], delta.cached_tokens)
                 if delta.prompt_logprobs is not None:

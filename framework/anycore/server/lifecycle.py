@@ -6,12 +6,12 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from anycore import plugins
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import Unavailable
-from anycore.models.spec import Architecture
 from anycore.server import wire
 from anycore.server.app import create_app
 from anycore.server.aside import aside
@@ -19,9 +19,12 @@ from anycore.server.auth import Guard
 from anycore.server.bridge import EngineClient
 from anycore.server.fronts import FrontBoot, Fronts
 from anycore.server.http import HttpServer
-from anycore.server.metrics import Metrics
+from anycore.server.keeper import Keeper
+from anycore.server.metrics import Metrics, ModelMetrics
+from anycore.server.phases import Phase
 from anycore.server.port import BACKLOG
-from anycore.server.state import ServedModel, ServerState
+from anycore.server.slot import Engine, Slot
+from anycore.server.state import ServedModel, ServerState, read
 
 DEAD_SECONDS = 3.0  # from an engine's death to the end of the server: probes see it, other models finish what they can
 POLL_SECONDS = 0.02
@@ -40,27 +43,24 @@ class Server:
         directory: Path,
         *,
         progress: Callable[[str, float], None] | None = None,
-        client: Callable[..., EngineClient] = EngineClient,
+        client: Callable[..., Engine] = EngineClient,
         fronts: Fronts | None = None,
     ) -> None:
         self.config = config
         self.fronts = fronts
         self._directory = directory
-        marked = {} if fronts is None else {"front": 0}
+        self._marked = {} if fronts is None else {"front": 0}
         self.metrics = Metrics()
-        self.clients = [
-            client(
-                model,
-                directory,
-                self.metrics.observer(model.names[0], lambda: self.state.plugins),
-                log_level=config.log_level,
-                strict=config.strict,
-                progress=progress,
-                **marked,
-            )
-            for model in models
+        self.slots: list[Keeper] = []
+        for model in models:
+            observer = self.metrics.observer(model.names[0], lambda: self.state.plugins)
+            make = partial(self._engine, client, observer, progress)
+            limit, tell = config.engine_restarts if config.api_servers == 1 else 0, observer.engine_restarted
+            self.slots.append(Keeper(model, make, self._read, restarts=limit, restarted=tell))
+        self.metrics.phases = lambda: [
+            (slot.name, {phase.value: phase is slot.status.phase for phase in Phase}) for slot in self.slots
         ]
-        self.served = [ServedModel(client.config, client) for client in self.clients]
+        self.served = [ServedModel(slot) for slot in self.slots]
         self.app = create_app(config, self.served, guard=guard, metrics=self.metrics)
         self.state: ServerState = self.app.state.anycore
         self._stop = asyncio.Event()
@@ -75,6 +75,32 @@ class Server:
             self._now.set()
         self._stop.set()
 
+    @property
+    def clients(self) -> list[Engine]:
+        """The engine of each model that has one."""
+        return [engine for slot in self.slots if (engine := slot.engine or slot.next) is not None]
+
+    def _engine(
+        self,
+        client: Callable[..., Engine],
+        observer: ModelMetrics,
+        progress: Callable[[str, float], None] | None,
+        model: ModelConfig,
+        at_least: dict[str, int],
+    ) -> Engine:
+        """Make a model's next engine."""
+        return client(
+            model,
+            self._directory,
+            observer,
+            log_level=self.config.log_level,
+            strict=self.config.strict,
+            progress=progress,
+            step_timeout=self.config.step_timeout,
+            at_least=at_least,
+            **self._marked,
+        )
+
     async def run(self, listener: socket.socket, late: Callable[[], None] | None = None) -> int:
         """Serve on an open socket until stopped; return the exit code.
 
@@ -87,7 +113,7 @@ class Server:
         http = HttpServer(self.app)
         loading = asyncio.create_task(self._bring_up(listener))
         serving = asyncio.create_task(self._answer(http, listener, late, loading))
-        deaths = [client.dead for client in self.clients] + ([self.fronts.dead] if self.fronts else [])
+        deaths = [slot.dead for slot in self.slots] + ([self.fronts.dead] if self.fronts else [])
         ends = [asyncio.create_task(event.wait()) for event in (self._stop, *deaths)]
         try:
             await asyncio.wait([loading, serving, ends[0]], return_when=asyncio.FIRST_COMPLETED)
@@ -100,10 +126,10 @@ class Server:
             http.force_exit = self._now.is_set()
             for task in (loading, *ends):
                 task.cancel()
+            died = [failure.exit_code for slot in self.slots if (failure := slot.failure) is not None]
             if self.fronts is not None:
                 await self.fronts.stop(self._now.is_set())
-            await asyncio.gather(serving, *(client.stop() for client in self.clients), return_exceptions=True)
-        died = [client.failure.exit_code for client in self.clients if client.failure is not None]
+            await asyncio.gather(serving, *(slot.stop() for slot in self.slots), return_exceptions=True)
         if self.fronts is not None and self.fronts.dead.is_set():
             died.append(1)
         return died[0] if died else 128 + self._second_signal if self._second_signal else 0
@@ -125,24 +151,28 @@ class Server:
         """
         if self.fronts is not None:
             await self.fronts.start()
-        await asyncio.gather(*(client.start() for client in self.clients))
-        found = self.state.plugins = await aside(plugins.load)
-        planned = await asyncio.gather(*(client.planned for client in self.clients))
-        for client in self.clients:
-            client.load()
+        plans = asyncio.gather(*(slot.plan() for slot in self.slots))
+        self.state.plugins = await aside(plugins.load)
+        planned = await plans
+        loads = [slot.load(plan) for slot, plan in zip(self.slots, planned, strict=True)]
         attached = [] if self.fronts is None else [self.fronts.attach(self._front_boot(listener, planned))]
-        read = self._read(planned, found.architectures())
-        await asyncio.gather(read, *attached, *(client.ready for client in self.clients))
+        await asyncio.gather(*loads, *attached)
         if self.fronts is not None:
             for client in self.clients:
                 client.forget_paths()
         log.info("ready: %s", ", ".join(name for model in self.served for name in model.names))
 
-    async def _read(self, planned: list[wire.Planned], architectures: Sequence[Architecture]) -> None:
-        """Read tokenizers and templates while the engines load."""
-        template = self.config.allow_request_template
-        for model, plan in zip(self.served, planned, strict=True):
-            await aside(model.read, plan, architectures, template)
+    async def _read(self, slot: Slot, plan: wire.Planned) -> Callable[[], None]:
+        """Read tokenizer and templates of a model while its engine loads; put them into use when told."""
+        served = next(served for served in self.served if served.slot is slot)
+        assert self.state.plugins is not None
+        architectures = self.state.plugins.architectures()
+        reading = await aside(read, slot.config, plan, architectures, self.config.allow_request_template)
+
+        def adopt() -> None:
+            served.reading = reading
+
+        return adopt
 
     def _front_boot(self, listener: socket.socket, planned: list[wire.Planned]) -> FrontBoot:
         return FrontBoot(
@@ -151,29 +181,29 @@ class Server:
             host=self.config.host,
             port=listener.getsockname()[1],
             directory=str(self._directory),
-            models=[client.config for client in self.clients],
+            models=[slot.config for slot in self.slots],
             planned=planned,
-            engines=[client.address for client in self.clients],
+            engines=[client.address for client in self.clients if isinstance(client, EngineClient)],
         )
 
     async def _drain(self) -> None:
         """Take nothing new; let what runs finish until the limit, then end it with an error."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        died = any(client.dead.is_set() for client in self.clients)
+        died = any(slot.dead.is_set() for slot in self.slots)
         limit = DEAD_SECONDS if died else self.config.shutdown_timeout
         self.state.draining = True
         if self.fronts is not None:
             self.fronts.drain(died)
-        for client in self.clients:
-            client.drain()
-        log.info("stopping: %d requests have %g s to finish", sum(client.live for client in self.clients), limit)
+        for slot in self.slots:
+            slot.drain()
+        log.info("stopping: %d requests have %g s to finish", sum(slot.live for slot in self.slots), limit)
         while loop.time() - began < limit and not self._now.is_set():
-            busy = any(client.live for client in self.clients) or (self.fronts is not None and self.fronts.running)
+            busy = any(slot.live for slot in self.slots) or (self.fronts is not None and self.fronts.running)
             if not died and not busy:
                 break
             await asyncio.sleep(POLL_SECONDS)
-        for client in self.clients:
-            client.fail_all(Unavailable("the server stopped before this request was done", code="shutting_down"))
+        for slot in self.slots:
+            slot.fail_all(Unavailable("the server stopped before this request was done", code="shutting_down"))
             if self._now.is_set():
-                client.kill()
+                slot.kill()

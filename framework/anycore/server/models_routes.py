@@ -11,9 +11,10 @@ from anycore.answers import Model, Question
 from anycore.ask import check
 from anycore.capabilities import capabilities as describe
 from anycore.contract.declare import Task
-from anycore.errors import BadRequest, ConfigError, ModelNotFound, Unavailable
+from anycore.errors import BadRequest, ConfigError, Unavailable
 from anycore.server.failures import ERRORS
-from anycore.server.state import MAX_NAME, ServedModel, ServerState, state_of
+from anycore.server.operations import status_of
+from anycore.server.state import ServedModel, ServerState, named, state_of
 
 router = APIRouter(tags=["models"], responses=ERRORS)
 State = Annotated[ServerState, Depends(state_of)]
@@ -28,7 +29,7 @@ async def list_models(state: State) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, state: State) -> dict[str, Any]:
-    return _entry(state, _named(state, name), name)
+    return _entry(state, named(state, name), name)
 
 
 @router.get("/v1/capabilities")
@@ -53,9 +54,8 @@ async def capabilities(
         raise Unavailable("the plugins are still being loaded", code="model_starting")
     report = await asyncio.to_thread(describe, plugins)
     if model is not None:
-        served = _named(state, model)
+        served = named(state, model)
         source, spec = served.source, served.spec
-        assert source is not None  # read with the spec
         question = Question(
             model,
             task=task.value if task else "auto",
@@ -75,18 +75,10 @@ async def capabilities(
     return report
 
 
-def _named(state: ServerState, name: str) -> ServedModel:
-    for model in state.models:
-        if name in model.names:
-            return model
-    served = ", ".join(name for model in state.models for name in model.names)
-    raise ModelNotFound(f"there is no model {name[:MAX_NAME]!r} here; served: {served}", param="model")
-
-
 def _entry(state: ServerState, model: ServedModel, name: str) -> dict[str, Any]:
     """Return the model's card under one of its names."""
     base = {"object": "model", "created": state.started, "owned_by": "anycore"}
-    card = {**base, **model.card, "id": name, "root": model.names[0], "phase": model.client.phase.value}
-    if model.card and model.task is Task.GENERATE:
+    card = {**base, **model.card, "id": name, "root": model.names[0], **status_of(model)}
+    if model.reading is not None and model.task is Task.GENERATE:
         card["sampling_defaults"] = model.sampling_defaults.values  # where they differ from the OpenAI API's
     return card

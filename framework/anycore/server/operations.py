@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import time
+from ipaddress import ip_address
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response
 
 from anycore import __version__
-from anycore.errors import Unavailable
+from anycore.errors import Forbidden, Unavailable
 from anycore.server.failures import ERRORS, RETRY_SECONDS
 from anycore.server.metrics import CONTENT_TYPE
-from anycore.server.state import ServedModel, ServerState, state_of
+from anycore.server.phases import Phase
+from anycore.server.state import ServedModel, ServerState, named, state_of
 
 router = APIRouter(tags=["operations"], responses=ERRORS)
 State = Annotated[ServerState, Depends(state_of)]
+
+
+async def require_admin(request: Request, state: State) -> None:
+    """Let operators pass: those with a key; where the server has no keys, those on this machine.
+
+    Raises:
+        Forbidden: someone else.
+    """
+    if state.guard.locked or request.client is None:  # no key gets here that `Guard` did not let pass
+        return
+    if not ip_address(request.client.host).is_loopback:
+        raise Forbidden(
+            "without keys this route is for clients on the server's own machine: set --api-key-file", code="needs_key"
+        )
 
 
 @router.get("/health")
@@ -22,15 +39,22 @@ State = Annotated[ServerState, Depends(state_of)]
 @router.get("/ping", include_in_schema=False)
 @router.head("/ping", include_in_schema=False)
 async def health(state: State) -> Response:
-    """Whether the process should be left alone: 200 also while it loads, is busy or drains; 503 once an engine died."""
-    return _report(state, bad=state.phase == "dead")
+    """Whether the process should be left alone: 200 also while it loads, restarts an engine, is busy or drains.
+
+    503 once the server ends because an engine died."""
+    return _report(state, bad=state.phase is Phase.DEAD)
 
 
 @router.get("/ready")
 @router.head("/ready", include_in_schema=False)
-async def ready(state: State) -> Response:
-    """Whether to send requests here: 200 when every model is ready, else 503 with the phase of each."""
-    return _report(state, bad=state.phase != "ready")
+async def ready(state: State, model: str | None = None) -> Response:
+    """Whether to send requests here: 200 when every model is ready or unloaded, else 503 with the phase of each.
+
+    With `model`, whether to send requests for that one here.
+    """
+    if model is not None and not state.draining:
+        return _report(state, bad=not named(state, model).ready)
+    return _report(state, bad=state.phase is not Phase.READY)
 
 
 @router.get("/version")
@@ -44,26 +68,29 @@ async def metrics(state: State) -> Response:
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)
 
 
-_CODES = {"dead": "engine_dead", "draining": "shutting_down"}
+_CODES = {Phase.DEAD: "engine_dead", Phase.DRAINING: "shutting_down"}
 
 
 def _report(state: ServerState, bad: bool) -> Response:
     """Return the phase of the server and of each model; a 503 also carries the error envelope."""
     phase = state.phase
-    body: dict[str, Any] = {"status": phase, "models": [_model(model) for model in state.models]}
+    models = [{"id": model.names[0], **status_of(model)} for model in state.models]
+    body: dict[str, Any] = {"status": phase.value, "models": models}
     headers = {"Cache-Control": "no-store"}
     if bad:
-        error = Unavailable(f"the server is not ready: {phase}", code=_CODES.get(phase, f"model_{phase}"))
+        error = Unavailable(f"the server is not ready: {phase.value}", code=_CODES.get(phase, f"model_{phase.value}"))
         body |= error.envelope()
         headers["Retry-After"] = str(RETRY_SECONDS)
     return JSONResponse(body, status_code=503 if bad else 200, headers=headers)
 
 
-def _model(model: ServedModel) -> dict[str, Any]:
-    client = model.client
-    entry: dict[str, Any] = {"id": model.names[0], "phase": client.phase.value}
-    if client.activity:
-        entry |= {"activity": client.activity, "percent": round(100 * client.fraction)}
-    if client.failure is not None:
-        entry["reason"] = client.failure.message
+def status_of(model: ServedModel) -> dict[str, Any]:
+    """Return the phase of a model, why it is in it and since when, and how far what is being loaded is."""
+    status = model.slot.status
+    seconds = round(max(0.0, time.monotonic() - status.since), 1)
+    entry: dict[str, Any] = {"phase": status.phase.value, "code": status.code, "seconds": seconds}
+    if status.reason:
+        entry["reason"] = status.reason
+    if status.activity:
+        entry |= {"activity": status.activity, "percent": round(100 * status.fraction)}
     return entry

@@ -59,7 +59,7 @@ async def pooled(
 
 async def _one(model: ServedModel, request: NewRequest, index: int, name: str) -> AsyncIterator[tuple[int, Delta]]:
     try:
-        async with model.client.submit(request) as stream:
+        async with model.slot.submit(request) as stream:
             async for delta in stream:
                 yield index, delta
     except NonFiniteOutput as error:

@@ -19,56 +19,66 @@ from anycore.models.source import Source
 from anycore.models.spec import read_spec
 from anycore.server import wire
 from anycore.server.auth import Guard
-from anycore.server.bridge import EngineClient, Phase
 from anycore.server.metrics import Metrics
+from anycore.server.phases import Phase
+from anycore.server.slot import Slot
 
 if TYPE_CHECKING:
     from anycore.models.spec import Architecture, ModelSpec
     from anycore.plugins import Plugins
     from anycore.text.render import Renderer
 
+BEHIND = (*list(Phase)[:3], Phase.DEGRADED, Phase.DRAINING, Phase.READY)
+"""Phases of a server, the one that is furthest from serving first."""
+
 MAX_NAME = 256  # characters of a model name in a request
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the front reads of a model: what it needs to render input and to check requests."""
+
+    source: Source
+    spec: ModelSpec
+    renderer: Renderer
+    sampling_defaults: SamplingDefaults
+
+
+def read(
+    config: ModelConfig, plan: wire.Planned, architectures: Sequence[Architecture], request_templates: bool
+) -> Reading:
+    """Read spec, tokenizer and templates, sampling defaults. Slow: call it in a thread.
+
+    Raises:
+        AnycoreError: a file or a setting is wrong.
+    """
+    from anycore.text.render import Renderer
+
+    source = Source(plan.source, Path(plan.folder), Path(plan.gguf) if plan.gguf else None)
+    spec = read_spec(source, architectures)
+    defaults = sampling_defaults(
+        source.read_json("generation_config.json"), config.override_generation_config, config.generation_config
+    )
+    renderer = Renderer(source, spec, plan.card["max_model_len"], config.chat_template, request_templates)
+    return Reading(source, spec, renderer, defaults)
 
 
 @dataclass
 class ServedModel:
-    """One model: its settings, its engine, and what renders its input. The latter is read while the engine loads."""
+    """One model: the slot of its engine, and what renders its input, which is read while the engine loads."""
 
-    config: ModelConfig
-    client: EngineClient
-    source: Source | None = None
-    sampling_defaults: SamplingDefaults = field(default_factory=lambda: SamplingDefaults({}, {}))
-    loaded_spec: ModelSpec | None = None
-    loaded_renderer: Renderer | None = None
-
-    def read(self, plan: wire.Planned, architectures: Sequence[Architecture], request_templates: bool) -> None:
-        """Read what the front needs: spec, tokenizer and templates, sampling defaults. Slow: call it in a thread.
-
-        Raises:
-            AnycoreError: a file or a setting is wrong.
-        """
-        from anycore.text.render import Renderer
-
-        source = Source(plan.source, Path(plan.folder), Path(plan.gguf) if plan.gguf else None)
-        spec = read_spec(source, architectures)
-        self.sampling_defaults = sampling_defaults(
-            source.read_json("generation_config.json"),
-            self.config.override_generation_config,
-            self.config.generation_config,
-        )
-        longest = plan.card["max_model_len"]
-        self.loaded_renderer = Renderer(source, spec, longest, self.config.chat_template, request_templates)
-        self.source, self.loaded_spec = source, spec
+    slot: Slot
+    reading: Reading | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names clients may use, the canonical one first."""
-        return self.config.names
+        return self.slot.config.names
 
     @property
     def card(self) -> dict[str, Any]:
         """What /v1/models says; {} before the model is planned."""
-        return self.client.card
+        return self.slot.card
 
     @property
     def task(self) -> Task:
@@ -85,32 +95,36 @@ class ServedModel:
         return int(self.card["max_num_seqs"])
 
     @property
+    def source(self) -> Source:
+        return self._read.source
+
+    @property
     def spec(self) -> ModelSpec:
-        if self.loaded_spec is None:
-            raise self._loading()
-        return self.loaded_spec
+        return self._read.spec
 
     @property
     def renderer(self) -> Renderer:
-        if self.loaded_renderer is None:
-            raise self._loading()
-        return self.loaded_renderer
+        return self._read.renderer
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        return self._read.sampling_defaults
+
+    @property
+    def _read(self) -> Reading:
+        if self.reading is None:
+            raise self.slot.refusal()
+        return self.reading
 
     @property
     def ready(self) -> bool:
-        return self.client.phase is Phase.READY and self.loaded_renderer is not None
-
-    def _loading(self) -> Unavailable:
-        if self.client.phase is Phase.DEAD:
-            return Unavailable(f"the engine of model {self.names[0]!r} has ended", code="engine_dead")
-        return Unavailable(
-            f"model {self.names[0]!r} is still loading; /ready says when it is ready", code="model_loading"
-        )
+        """Whether a request would be answered at once."""
+        return self.slot.serves and self.reading is not None
 
     def check_ready(self) -> None:
-        """Raise Unavailable unless the model can take requests."""
-        if not self.ready:
-            raise self._loading()
+        """Raise Unavailable unless the model can take requests, at once or after a wait."""
+        if self.reading is None or not self.slot.takes:
+            raise self.slot.refusal()
 
 
 @dataclass
@@ -126,17 +140,14 @@ class ServerState:
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def phase(self) -> str:
-        """Return dead, draining, ready, or the phase of the model that is furthest behind."""
-        phases = [model.client.phase for model in self.models]
+    def phase(self) -> Phase:
+        """Return dead, draining, or the phase of the model that is furthest behind; unloaded ones are not behind."""
+        phases = [model.slot.status.phase for model in self.models]
         if Phase.DEAD in phases:
-            return "dead"
+            return Phase.DEAD
         if self.draining:
-            return "draining"
-        behind = min(phases, key=list(Phase).index)
-        if behind is Phase.READY and not all(model.ready for model in self.models):
-            return Phase.LOADING.value
-        return behind.value
+            return Phase.DRAINING
+        return min((phase for phase in phases if phase is not Phase.UNLOADED), key=BEHIND.index, default=Phase.READY)
 
 
 def state_of(request: Request) -> ServerState:
@@ -145,11 +156,24 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
+def named(state: ServerState, name: str) -> ServedModel:
+    """Return the model of a name or alias, which is compared exactly; nothing is looked up on disk.
+
+    Raises:
+        ModelNotFound: there is none; the message lists those there are.
+    """
+    for model in state.models:
+        if name in model.names:
+            return model
+    asked = repr(name) if len(name) <= MAX_NAME else f"with a name of {len(name)} characters"
+    served = ", ".join(name for model in state.models for name in model.names)
+    raise ModelNotFound(f"there is no model {asked} here; served: {served}", param="model")
+
+
 def resolve_model(state: ServerState, name: str | None, *tasks: Task) -> ServedModel:
     """Return the model a request names, if it serves one of `tasks` and is ready.
 
-    Without a name it is the only model that serves one of them. Names and aliases are compared exactly; nothing is
-    looked up on disk.
+    Without a name it is the only model that serves one of them.
 
     Raises:
         Unavailable: draining or still loading.
@@ -160,15 +184,11 @@ def resolve_model(state: ServerState, name: str | None, *tasks: Task) -> ServedM
         raise Unavailable("the server is shutting down and takes no new requests", code="shutting_down")
     if name is None:
         return _only_model(state, tasks)
-    for model in state.models:
-        if name in model.names:
-            model.check_ready()
-            if model.task not in tasks:
-                raise _wrong_task(state, name, model, tasks)
-            return model
-    asked = repr(name) if len(name) <= MAX_NAME else f"with a name of {len(name)} characters"
-    served = ", ".join(name for model in state.models for name in model.names)
-    raise ModelNotFound(f"there is no model {asked} here; served: {served}", param="model")
+    model = named(state, name)
+    model.check_ready()
+    if model.task not in tasks:
+        raise _wrong_task(state, name, model, tasks)
+    return model
 
 
 def _only_model(state: ServerState, tasks: tuple[Task, ...]) -> ServedModel:

@@ -18,7 +18,10 @@ class Boot(msgspec.Struct, kw_only=True):
     reports: str  # ZeroMQ address it connects to and writes
     directory: str  # where the sockets live until they are connected
     log_level: str = "info"
+    log_format: str = "text"
+    log_prompts: bool = False
     strict: bool = False
+    at_least: dict[str, int] = {}  # numbers of the card below which it is not worth loading
 
 
 class Load(msgspec.Struct, tag="load"):
