@@ -200,7 +200,7 @@ def test_fields_are_written_as_openai_does() -> None:
 
 def test_o06_the_log_masks_secrets_also_in_tracebacks() -> None:
     secret = "sk-" + "1"
-    formatter = MaskingFormatter([secret, secret + "-long"])
+    formatter = MaskingFormatter([secret, secret + "-long"], loud=True)
     try:
         raise ValueError(f"with {secret}-long inside")
     except ValueError as error:

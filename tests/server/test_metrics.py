@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.harness import Live, serve_here
 
 from anycore.config import ModelConfig
-from anycore.server.metrics import MEMORY
+from anycore.server.metrics import MEMORY, Metrics
+from anycore.server.series import TABLE, samples
 
 CONTRACT = Path(__file__).parent / "metrics.txt"
 
@@ -23,13 +24,22 @@ def live(t_lm: Path, t_qemb: Path) -> Iterator[Live]:
         yield live
 
 
-def families(text: str) -> list[str]:
-    """Write each family as `type name{labels}`."""
-    lines = []
-    for family in text_string_to_metric_families(text):
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
-        lines.append(f"{family.type} {family.name}{{{','.join(labels)}}}")
-    return sorted(lines)
+Families = dict[str, set[str]]  # "type name" -> labels
+
+
+def families(text: str) -> Families:
+    """Read a page. Families without a sample have no labels there."""
+    return {
+        f"{family.type} {family.name}": {label for sample in family.samples for label in sample.labels} - {"le"}
+        for family in text_string_to_metric_families(text)
+    }
+
+
+def contract(file: Path) -> Families:
+    """Read a list of families, one a line: type name{labels}."""
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    heads = [line.rstrip("}").split("{") for line in lines]
+    return {head: set(filter(None, labels.split(","))) for head, labels in heads}
 
 
 def values(text: str) -> dict[str, float]:
@@ -50,11 +60,13 @@ def value(text: str, name: str, model: str, **labels: str) -> float:
 
 
 def test_o14_names_types_and_labels_are_a_contract(live: Live) -> None:
-    contract = [line for line in CONTRACT.read_text().splitlines() if line and not line.startswith("#")]
+    promised = contract(CONTRACT)
+    assert {f"{series.kind} {series.name}": set(series.labels) for series in TABLE.values()} == promised
     start = live.get("/metrics")
     assert start.headers["content-type"].startswith("text/plain; version=")
-    assert families(start.text) == sorted(contract)
-    counted = {k: v for k, v in values(start.text).items() if "config_info" not in k and "memory" not in k}
+    assert families(start.text).keys() == promised.keys()
+    states = ("config_info", "memory", "engine_phase")
+    counted = {k: v for k, v in values(start.text).items() if not any(state in k for state in states)}
     assert counted
     assert all(v == 0 for v in counted.values())
 
@@ -65,12 +77,16 @@ def test_o14_names_types_and_labels_are_a_contract(live: Live) -> None:
     live.post("/v1/completions", {"model": "nobody-by-this-name", "prompt": "x"})
     live.post("/v1/completions", {"model": "lm", "prompt": "x", "max_tokens": 1, "max_token": 2})
     after = live.get("/metrics").text
-    assert families(after) == families(start.text)
+    assert families(after).keys() == promised.keys()
+    assert all(labels in (set(), promised[name]) for name, labels in families(after).items())
+    unseen = {name for name, labels in families(after).items() if labels != promised[name]}
+    assert unseen == {"counter anycore:op_fallback"}  # nothing fell back
     assert "nobody-by-this-name" not in after
     assert "alias" not in after
     before = values(start.text)
-    assert all(v >= before[k] for k, v in values(after).items() if "_total[" in k or "_bucket[" in k)
+    assert all(v >= before.get(k, 0) for k, v in values(after).items() if "_total[" in k or "_bucket[" in k)
 
+    prompted = value(after, "anycore:prompt_tokens_total", "lm")
     assert value(after, "anycore:request_success_total", "lm", finished_reason="length") == 11
     assert value(after, "anycore:request_success_total", "emb", finished_reason="stop") == 10
     assert value(after, "anycore:generation_tokens_total", "lm") == 31
@@ -80,7 +96,34 @@ def test_o14_names_types_and_labels_are_a_contract(live: Live) -> None:
     assert value(after, "anycore:request_queue_time_seconds_count", "lm") == 11
     assert value(after, "anycore:request_params_max_tokens_sum", "lm") == 31
     assert value(after, "anycore:num_requests_running", "lm") == 0
+    assert value(after, "anycore:request_prefill_kv_computed_tokens_sum", "lm") == prompted - cached(after)
+    assert value(after, "anycore:request_max_num_generation_tokens_sum", "lm") == 31
+    for stage in ("queue", "prefill", "decode", "inference"):
+        assert value(after, f"anycore:request_{stage}_time_seconds_count", "lm") == 11
+    assert value(after, "anycore:request_time_per_output_token_seconds_count", "lm") == 10  # one had a single token
+    assert value(after, "anycore:iteration_tokens_total_sum", "lm") == prompted - cached(after) + 20
+    assert value(after, "anycore:iteration_sequences_count", "emb") == 10
+    assert value(after, "anycore:engine_phase", "lm", phase="ready") == 1
+    assert value(after, "anycore:engine_phase", "lm", phase="loading") == 0
+    everything = values(after)
+    assert everything["anycore:request_errors_total[('code', 'invalid_value'), ('key', '')]"] == 1
+    assert everything["anycore:request_errors_total[('code', 'model_not_found'), ('key', '')]"] == 1
+    served = [("handler", "/v1/completions"), ("method", "POST")]
+    assert everything[f"http_requests_total{[*served, ('status', '2xx')]}"] == 11
+    assert everything[f"http_requests_total{[*served, ('status', '4xx')]}"] == 2
+    assert everything[f"http_request_duration_seconds_count{served}"] == 13
     assert values(after)["anycore:unknown_request_fields_total[]"] == 1
+
+
+def cached(text: str) -> float:
+    return value(text, "anycore:prompt_tokens_cached_total", "lm")
+
+
+def test_the_table_is_what_the_page_shows(live: Live) -> None:
+    shown = {sample.name for family in text_string_to_metric_families(live.get("/metrics").text)
+             for sample in family.samples}  # fmt: skip
+    rarely = {"anycore:op_fallback_total", "anycore:request_errors_total"}  # nothing may have happened yet
+    assert shown | rarely == samples().keys() | rarely
 
 
 def test_o14_prefix_hits_and_cache_use_are_counted(live: Live) -> None:
@@ -116,3 +159,54 @@ def test_the_memory_plan_is_served_beside_what_was_found(t_lm: Path) -> None:
         assert planned == card["memory"][term] > 0
         assert measured == card["memory_measured"][term]
         assert abs(measured / planned - 1) < 0.03
+
+
+def test_pairs_are_counted_however_they_are_scored(t_ce: Path, t_bert: Path) -> None:
+    models = [
+        ModelConfig(model=str(t_ce), served_model_name=("ce",), task="rerank"),
+        ModelConfig(model=str(t_bert), served_model_name=("cosine",), task="rerank"),
+    ]
+    with serve_here(*models) as live:
+        for name in ("ce", "cosine"):
+            assert live.post("/rerank", {"model": name, "query": "q", "documents": ["a", "b", "c"]}).status_code == 200
+            assert live.post("/score", {"model": name, "text_1": "q", "text_2": ["a", "b"]}).status_code == 200
+        page = live.get("/metrics").text
+        assert [value(page, "anycore:rerank_pairs_total", name) for name in ("ce", "cosine")] == [5, 5]
+
+
+VLLM = Path(__file__).parent / "metrics_vllm.txt"
+
+
+def test_vllm_names_replace_ours_or_stand_beside_them(t_lm: Path) -> None:
+    model = ModelConfig(model=str(t_lm), served_model_name=("lm",), kv_cache_memory=4 << 20)
+    pages = {}
+    for names in ("vllm", "both"):
+        with serve_here(model, metrics_names=names) as live:
+            live.post("/v1/completions", {"model": "lm", "prompt": "x", "max_tokens": 3})
+            pages[names] = live.get("/metrics").text
+    theirs = contract(VLLM)
+    for page in pages.values():
+        found = {name: labels for name, labels in families(page).items() if "vllm:" in name}
+        assert found.keys() == theirs.keys()
+        assert all(labels <= found[name] for name, labels in theirs.items())
+        assert value(page, "vllm:generation_tokens_total", "lm", engine="0") == 3
+        assert value(page, "vllm:inter_token_latency_seconds_count", "lm") == 2
+        assert value(page, "vllm:time_per_output_token_seconds_count", "lm") == 2  # as it was called before
+    ours = {series.name for series in TABLE.values() if series.vllm}
+    assert not ours & {f.name for f in text_string_to_metric_families(pages["vllm"])}
+    assert ours <= {f.name for f in text_string_to_metric_families(pages["both"])}
+    assert "anycore:engine_phase" in pages["vllm"]  # vLLM has none
+
+
+def test_what_vllm_calls_a_full_queue_is_said_in_its_word() -> None:
+    metrics = Metrics("vllm")
+    metrics.counted("admission_rejections").labels("m", "0", "generate", "cpu", "queue_full").inc()
+    assert b'reason="max_num_queued_reqs"' in metrics.render()
+
+
+def test_restarts_are_counted_by_reason() -> None:
+    metrics = Metrics()
+    model = metrics.observer("m")
+    model.engine_restarted("step_stalled")
+    page = metrics.render().decode()
+    assert 'anycore:engine_restarts_total{engine="0",model_name="m",reason="step_stalled"} 1.0' in page

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from anycore import __version__
 from anycore.config import ServerConfig
 from anycore.server import (
+    access,
     admin,
     chat,
     completions,
@@ -27,6 +28,7 @@ from anycore.server.state import ServedModel, ServerState
 
 if TYPE_CHECKING:
     from anycore.plugins import Plugins
+    from anycore.server.tracing import Tracer
 
 ROUTERS = (
     operations.router,
@@ -57,10 +59,20 @@ def create_app(
         description="OpenAI-compatible inference: generate, embed and rerank on any hardware.",
         redirect_slashes=False,
     )
-    state = ServerState(config, models, guard or Guard([]), metrics or Metrics(), plugins)
+    state = ServerState(config, models, guard or Guard([]), metrics or Metrics(config.metrics_names), plugins)
     app.state.anycore = state
     failures.add_handlers(app)
     app.add_middleware(gate.Gate, guard=state.guard, max_body=config.max_body_size)
+    app.add_middleware(access.Access, metrics=state.metrics, tracer=tracer(config))
     for router in ROUTERS:
         app.include_router(router)
     return app
+
+
+def tracer(config: ServerConfig) -> Tracer | None:
+    """Return what traces requests; without an endpoint nothing of it is imported."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    from anycore.server.tracing import tracer_of
+
+    return tracer_of(config.otlp_traces_endpoint)

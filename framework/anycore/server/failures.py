@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from anycore.errors import AnycoreError, BadRequest, NotFound, Overloaded, Unauthorized, Unavailable
+from anycore.server import visits
 from anycore.server.protocol import ErrorEnvelope
 
 RETRY_SECONDS = 1  # Retry-After while loading or draining
@@ -29,6 +30,7 @@ class WrongMethod(BadRequest):
 
 def error_response(error: AnycoreError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Return the response of an error, with the headers its kind calls for."""
+    visits.failed(error)
     extra = dict(headers or {})
     if isinstance(error, Overloaded):
         extra["Retry-After"] = str(error.retry_after)

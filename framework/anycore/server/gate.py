@@ -1,4 +1,4 @@
-"""The outermost layer under HTTP: request id, key, limits on headers and body, and the net under the routes.
+"""The layer before all routes: key, limits on headers and body, and the net under the routes.
 
 What is refused here costs nothing further in.
 """
@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-import time
 from collections.abc import Iterable, Mapping
-from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anycore.errors import AnycoreError, BadRequest, TooLarge
-from anycore.server.auth import OPEN_ROUTES, Guard
+from anycore.server import visits
+from anycore.server.auth import Guard
 from anycore.server.failures import error_response
 from anycore.server.logs import log_crash
 
@@ -36,7 +35,7 @@ class NotJson(BadRequest):
 
 
 class Gate:
-    """The one ASGI middleware."""
+    """ASGI middleware, inside of `access.Access`."""
 
     def __init__(self, app: ASGIApp, guard: Guard, max_body: int) -> None:
         self._app = app
@@ -47,40 +46,20 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started = time.monotonic()
         headers = dict(scope["headers"])
-        status = 0
-        request_id = "" if scope["path"] in OPEN_ROUTES else request_id_of(headers)
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def reply(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                if request_id:
-                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
-            await send(message)
-
+        visit = visits.current()
         try:
             check_headers(scope["headers"])
             self._guard.check(scope["path"], headers.get(b"authorization"))
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await read_body(headers, receive, self._max_body)
-            await self._app(scope, receive, reply)
+            await self._app(scope, receive, send)
         except AnycoreError as error:
-            await error_response(error)(scope, receive, reply)
+            await error_response(error)(scope, receive, send)
         except Exception as error:
             log_crash(log, f"{scope['method']} {scope['path'][:200]} failed", error)
-            if not status:
-                await error_response(AnycoreError("the server failed on this request"))(scope, receive, reply)
-        seconds = time.monotonic() - started
-        log.debug("%s %s %d %.3f s %s", scope["method"], scope["path"][:200], status, seconds, request_id)
-
-
-def request_id_of(headers: Mapping[bytes, bytes]) -> str:
-    """Return the caller's x-request-id if it is short and printable, else a new one."""
-    given = headers.get(b"x-request-id", b"").decode("latin-1")
-    return given if re.fullmatch(r"[A-Za-z0-9._:/+=-]{1,128}", given) else uuid4().hex
+            if visit is None or not visit.status:
+                await error_response(AnycoreError("the server failed on this request"))(scope, receive, send)
 
 
 def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:

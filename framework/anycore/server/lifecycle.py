@@ -50,7 +50,7 @@ class Server:
         self.fronts = fronts
         self._directory = directory
         self._marked = {} if fronts is None else {"front": 0}
-        self.metrics = Metrics()
+        self.metrics = Metrics(config.metrics_names)
         self.slots: list[Keeper] = []
         for model in models:
             observer = self.metrics.observer(model.names[0], lambda: self.state.plugins)
@@ -94,6 +94,8 @@ class Server:
             self._directory,
             observer,
             log_level=self.config.log_level,
+            log_format=self.config.log_format,
+            log_prompts=self.config.log_prompts,
             strict=self.config.strict,
             progress=progress,
             step_timeout=self.config.step_timeout,

@@ -26,6 +26,7 @@ async def rerank(request: Request, body: RerankBody, state: State, deadline: Dea
     pairs = [(0, i) for i in range(len(body.documents))]
     work = scores_of(model, [body.query], body.documents, pairs, names, body, deadline, state.config.log_prompts)
     scores, used = await unless_gone(request.receive, work)
+    state.metrics.scored(model.names[0], len(pairs))
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     reply: Rerank = {
         "id": f"rerank-{reply_id(request, body.request_id)}",

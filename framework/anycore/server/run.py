@@ -47,7 +47,7 @@ def serve(
     """
     check_names(models)
     keys = read_keys(config)
-    logs.configure(config.log_level, keys)
+    logs.of_server(config, keys)
     listener = open_port(config)
     with listener:
         code = asyncio.run(_serve(config, models, Guard(keys), listener, progress, client))

@@ -35,6 +35,7 @@ async def score(request: Request, body: ScoreBody, state: State, deadline: Deadl
     names = ([f"{first}[{i}]" for i in range(len(queries))], [f"{second}[{i}]" for i in range(len(documents))])
     work = scores_of(model, queries, documents, pairs, names, body, deadline, state.config.log_prompts)
     scores, used = await unless_gone(request.receive, work)
+    state.metrics.scored(model.names[0], len(pairs))
     reply: Scores = {
         "id": f"score-{reply_id(request, body.request_id)}",
         "object": "list",

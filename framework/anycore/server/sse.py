@@ -14,6 +14,8 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from anycore.errors import AnycoreError
+from anycore.server import visits
+from anycore.server.logs import log_crash
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -59,11 +61,13 @@ class EventStream(StreamingResponse):
                 async for part in events:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             except AnycoreError as error:
+                visits.failed(error)
                 await send({"type": "http.response.body", "body": event(error.envelope()), "more_body": True})
-            except Exception:
-                log.exception("a stream failed")
-                failed = event(AnycoreError("the server failed; its log says why").envelope())
-                await send({"type": "http.response.body", "body": failed, "more_body": True})
+            except Exception as error:
+                log_crash(log, "a stream failed", error)
+                failed = AnycoreError("the server failed; its log says where")
+                visits.failed(failed)
+                await send({"type": "http.response.body", "body": event(failed.envelope()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

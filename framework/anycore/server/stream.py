@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from anycore import errors
 from anycore.engine.request import Delta, FinishReason, NewRequest, RequestRecord, Stats
 from anycore.errors import AnycoreError
+from anycore.server import visits
 
 
 class Observer(Protocol):
@@ -19,6 +20,7 @@ class Observer(Protocol):
     def begin(self, card: dict[str, Any], stats: Callable[[], Stats]) -> None: ...  # it is ready
     def token_after(self, seconds: float) -> None: ...  # since the sequence's token before
     def refused(self, code: str | None) -> None: ...
+    def engine_restarted(self, reason: str) -> None: ...  # it ended, and another one is started
     def finished(self, record: RequestRecord, request: NewRequest) -> None: ...
 
 
@@ -55,8 +57,15 @@ class Stream:
         self._first = 0.0
         self._last: dict[int, float] = {}  # when each sequence had its last token
         self._queued = 0.0
-        self._cached = self._generated = 0
+        self._cached = self._generated = self._preemptions = 0
+        self._lengths = [0] * len(self._open)  # tokens generated, by sequence
         self._recorded = False
+        self._visit = visits.current()
+
+    @property
+    def summary(self) -> str:
+        """Which request this is and how far, for the log."""
+        return f"{self.request.id} ({len(self.request.token_ids)} prompt tokens, {self._generated} generated)"
 
     def stop(self, index: int = 0) -> None:
         """End one sequence here (a stop string was found), and in the engine."""
@@ -116,6 +125,7 @@ class Stream:
             self._queued = self._queued or delta.queue_seconds
             self._cached = max(self._cached, delta.cached_tokens)
             self._generated += len(delta.token_ids)
+            self._lengths[delta.index] += len(delta.token_ids)
             if delta.index in self._last:
                 self._owner.observer.token_after(now - self._last[delta.index])
             self._first = self._first or now
@@ -123,6 +133,7 @@ class Stream:
         earlier = self._deltas.get(delta.index)
         self._deltas[delta.index] = delta if earlier is None else joined(earlier, delta)
         if delta.finish:
+            self._preemptions += delta.preemptions
             self._open.discard(delta.index)
             if not self._open:
                 self._record(delta.finish)
@@ -159,8 +170,13 @@ class Stream:
             queue_seconds=self._queued,
             first_token_seconds=self._first - self._submitted if self._first else None,
             total_seconds=now - self._submitted,
+            last_token_seconds=max(self._last.values()) - self._submitted if self._last else None,
+            longest_output=max(self._lengths),
+            preemptions=self._preemptions,
         )
         self._owner.observer.finished(record, request)
+        if self._visit is not None:
+            self._visit.finished(record, request)
 
 
 def joined(earlier: Delta, later: Delta) -> Delta:
