@@ -11,8 +11,12 @@ def limits(seqs: int = 4, tokens: int = 16, length: int = 64, block_size: int = 
     return Limits(seqs, tokens, length, block_size, blocks)
 
 
-def sequence(number: int, tokens: list[int], output: int = 4, **params: object) -> Request:
+def sequence(
+    number: int, tokens: list[int], output: int = 4, tenant: str = "", weight: float = 1.0, **params: object
+) -> Request:
     """A generate request that wants `output` tokens."""
     sampling = SamplingParams(max_tokens=output, **params)  # type: ignore[arg-type]
-    new = NewRequest(id=str(number), task=Task.GENERATE, token_ids=tokens, sampling=sampling)
+    new = NewRequest(
+        id=str(number), task=Task.GENERATE, token_ids=tokens, sampling=sampling, tenant=tenant, weight=weight
+    )
     return Request(new, 0, number, len(tokens) + output)

@@ -100,6 +100,9 @@ class ModelConfig:
     )
     enable_prefix_caching: bool = setting(True, "share blocks of equal prefixes between requests")
     scheduling_policy: str = setting("fcfs", "order of waiting requests", choices=("fcfs", "priority", "short-first"))
+    fair_share: bool = setting(
+        True, "API keys that wait share the engine by their weights; off: only the scheduling policy orders them"
+    )
     max_queued: int = setting(
         1024, "sequences that may wait; more are refused with 429", flags=("--max-num-queued-reqs",)
     )
@@ -179,7 +182,26 @@ class ServerConfig:
         "keys that requests must carry (better: ANYCORE_API_KEY or --api-key-file, which do not show in ps)",
         secret=True,
     )
-    api_key_file: str | None = setting(None, "file with one key a line")
+    api_key_file: str | None = setting(
+        None,
+        "keys: one a line, or in a .yaml or .json file a list of entries with scopes and limits; SIGHUP reads it again",
+    )
+    ssl_certfile: str | None = setting(
+        None, "certificate and those between it and the root, PEM: serve HTTPS; SIGHUP reads it again"
+    )
+    ssl_keyfile: str | None = setting(None, "private key of the certificate, PEM (default: in the certificate's file)")
+    ssl_ca_certs: str | None = setting(
+        None, "authorities, PEM: clients must show a certificate that one of them signed"
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "origins of web pages that may call this server from a browser, such as https://chat.example (default: none)",
+    )
+    allowed_methods: tuple[str, ...] = setting(("GET", "POST"), "methods that such pages may use")
+    allowed_headers: tuple[str, ...] = setting(
+        ("authorization", "content-type", "x-request-id", "x-request-timeout"), "headers that such pages may send"
+    )
+    allow_credentials: bool = setting(False, "let browsers send cookies and client certificates along")
     max_body_size: int = setting(32 * 2**20, "largest request body in bytes", unit="bytes")
     reuse_port: bool = setting(
         False, "share the port with another server, such as the one that this one takes over from (SO_REUSEPORT)"
@@ -209,6 +231,7 @@ class ServerConfig:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}", param="port")
         if self.api_servers < 1:
             raise ConfigError(f"--api-servers must be at least 1, not {self.api_servers}", param="api_servers")
+        self._check_web()
         if self.max_body_size < 1024:
             raise ConfigError(
                 f"--max-body-size must be at least 1024 bytes, not {self.max_body_size}", param="max_body_size"
@@ -222,6 +245,24 @@ class ServerConfig:
         if self.shutdown_timeout < 0:
             raise ConfigError(
                 f"--shutdown-timeout must be 0 or more, not {self.shutdown_timeout}", param="shutdown_timeout"
+            )
+
+    def _check_web(self) -> None:
+        """Check what TLS and browsers are told."""
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(self, name) is not None and self.ssl_certfile is None:
+                raise ConfigError(f"{flag(name)} needs --ssl-certfile", param=name)
+        for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+            for value in getattr(self, name):
+                if value != "*" and (not value or set(value) & set("[]\"' *,")):
+                    raise ConfigError(
+                        f"{flag(name)} takes words with blanks between them, or * alone, not {value!r}", param=name
+                    )
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "--allow-credentials with --allowed-origins * would let every web page act for whoever views it: "
+                "name the origins",
+                param="allow_credentials",
             )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from anycore.contract.backend import Limits
 from anycore.contract.declare import Task
 from anycore.engine.blocks import BlockPool
+from anycore.engine.pace import Pace
 from anycore.engine.pooling import finish_scores, finish_vector
 from anycore.engine.request import (
     STEP_SEQUENCES,
@@ -71,6 +72,7 @@ class Engine:
         self._next_deadline = math.inf  # no request ends before it
         self._early: list[Delta] = []  # endings that no step brings: deadlines
         self._in_flight: Launched | None = None
+        self._pace = Pace()
         self._stats = Stats(blocks=self.pool.size if self.pool else 0)
 
     @property
@@ -91,6 +93,7 @@ class Engine:
             raise Overloaded(
                 f"the queue is full: {len(self.scheduler.waiting)} sequences wait and {self._max_queued} may; "
                 "retry later or raise --max-queued",
+                retry_after=self._pace.seconds_for(len(self.scheduler.waiting)),
             )
         now = self._clock()
         sequences = [self._sequence(new, index, now) for index in range(_sequences(new))]
@@ -125,6 +128,7 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Compute one step and return what it added. With an overlapping backend, results come one step later."""
+        ended = self._stats.finished
         self._expire()
         deltas, self._early = self._early, []
         step = self.scheduler.schedule()
@@ -141,6 +145,7 @@ class Engine:
             launched, self._in_flight = self._in_flight, launched
         if launched is not None:
             deltas += self._commit(launched)
+        self._pace.step(self._clock(), self._stats.finished - ended, self.has_work())
         return deltas
 
     def stats(self) -> Stats:
@@ -163,6 +168,7 @@ class Engine:
     def forget_stats(self) -> None:
         """Start counting anew, after the warm-up."""
         self._stats = Stats(blocks=self.pool.size if self.pool else 0)
+        self._pace = Pace()
         self.scheduler.preemptions = self.runner.padding = 0
 
     # --- admission ----------------------------------------------------------------------------------------------

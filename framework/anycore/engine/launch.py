@@ -250,7 +250,7 @@ def _engine(prepared: Prepared, backend: Backend, model: Model, kv: list[Any] | 
     pool = BlockPool(limits.blocks, limits.block_size, config.enable_prefix_caching) if paged else None
     return Engine(
         Runner(model, backend, prepared.task, limits, kv),
-        Scheduler(limits, pool, config.scheduling_policy),
+        Scheduler(limits, pool, config.scheduling_policy, config.fair_share),
         limits,
         max_queued=config.max_queued,
         timeout=config.request_timeout,

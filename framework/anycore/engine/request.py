@@ -129,6 +129,8 @@ class NewRequest(msgspec.Struct, kw_only=True):
     priority: int = 0  # lower runs first, under the priority policy
     cache_salt: str | None = None  # requests share prefixes only with equal salt
     deadline: float | None = None  # seconds from arrival in the engine until it is given up
+    tenant: str = ""  # at whose expense it runs: tenants that wait at the same time share the engine
+    weight: float = 1.0  # the tenant's share, against the weights of the others
 
 
 class FinishReason(str, Enum):

@@ -10,9 +10,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool, root_hash
+from anycore.engine.queue import Queue
 from anycore.engine.request import Request, Status
 
 AGEING_TOKENS = 100
@@ -66,13 +68,16 @@ class Step:
 
 
 class Scheduler:
-    """Queues of one engine. `pool` is None for models without a KV cache, whose requests are never split."""
+    """Queues of one engine. `pool` is None for models without a KV cache, whose requests are never split.
 
-    def __init__(self, limits: Limits, pool: BlockPool | None, policy: str = "fcfs") -> None:
+    `policy` orders the requests of one tenant, and what runs; between tenants that wait, `fair` divides.
+    """
+
+    def __init__(self, limits: Limits, pool: BlockPool | None, policy: str = "fcfs", fair: bool = True) -> None:
         self.limits = limits
         self.pool = pool
         self.policy = POLICIES[policy]
-        self.waiting: list[Request] = []  # sorted by key
+        self.waiting = Queue(fair)
         self.running: list[Request] = []  # sorted by key
         self.preemptions = 0
         self.deferred = 0  # waiting requests that the last step passed over: what they need was being computed
@@ -83,7 +88,7 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Queue a request. The engine has checked that it fits the limits alone."""
         request.key = self.policy(request, now)
-        insort(self.waiting, request, key=_rank)
+        self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
         """Take a request out, finished or aborted, and free its blocks."""
@@ -106,6 +111,9 @@ class Scheduler:
             self._admit(step, budget)
         for chunk in step.chunks:
             self._advance(chunk)
+        if self.waiting.is_shared:
+            for request in step.decodes:
+                self.waiting.charge(request, 1)
         return step
 
     def commit(self, request: Request, token: int) -> None:
@@ -170,31 +178,31 @@ class Scheduler:
         request.status = Status.WAITING
         request.preemptions += 1
         self.preemptions += 1
-        insort(self.waiting, request, key=_rank)
+        self.waiting.add(request)
 
     def _admit(self, step: Step, budget: int) -> None:
         """Move waiting requests into the step, in rank order, until budget, seats or blocks run out."""
         assert self.pool is not None
-        at = 0
-        while budget > 0 and at < len(self.waiting) and len(self.running) < self.limits.max_num_seqs:
-            request = self.waiting[at]
+        self.deferred = 0
+        for request in self.waiting.turns():
+            if budget <= 0 or len(self.running) >= self.limits.max_num_seqs:
+                break
             cached = self._cached(request)
             if cached is None:
-                at += 1  # what it needs is being computed: it waits a step rather than computing it again
+                self.deferred += 1  # what it needs is being computed: it waits a step rather than computing it again
                 continue
             reserve = self._watermark if self.running else 0
             needed = self.pool.blocks_for(request.num_tokens) - len(cached)
             idle = sum(self.pool.references[block] == 0 for block in cached)  # cached blocks are free ones, too
             if needed + idle + reserve > self.pool.free:
                 break  # nobody overtakes the first in line, or it would starve
-            del self.waiting[at]
+            self.waiting.start(request)
             self._start(request, cached)
             rows = min(request.remaining, budget)
             budget -= rows
             grown = self._grow(request, rows)
             assert grown, "admitted without room"
             step.chunks.append(Entry(request, request.num_computed, rows, rows == request.remaining))
-        self.deferred = at
 
     def _cached(self, request: Request) -> list[int] | None:
         """Return the blocks a waiting request can start from, or None if it should wait for another's.
@@ -241,6 +249,7 @@ class Scheduler:
         """
         request = entry.request
         request.num_computed += entry.rows
+        self.waiting.charge(request, entry.rows)
         if request.num_computed >= request.num_prompt:
             request.prefilled = True
         pool = self.pool
@@ -285,7 +294,7 @@ class Scheduler:
         if not self.waiting:
             return step
         seats = self.limits.max_num_seqs
-        near = self.waiting[: seats * LENGTH_WINDOW]
+        near = list(islice(self.waiting.turns(), seats * LENGTH_WINDOW))
         length = near[0].num_prompt
         first, *others = near
         others.sort(key=lambda request: abs(request.num_prompt - length))
@@ -299,12 +308,13 @@ class Scheduler:
                 chosen.append(request)
         chosen.sort(key=lambda request: request.num_prompt)
         for request in chosen:
+            self.waiting.start(request)
+        for request in chosen:
             request.status = Status.RUNNING
             insort(self.running, request, key=_rank)
             entry = Entry(request, 0, request.num_prompt, True)
             step.chunks.append(entry)
             self._advance(entry)
-        self.waiting[: len(near)] = [request for request in near if request.status is Status.WAITING]
         return step
 
 
