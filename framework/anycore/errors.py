@@ -102,6 +102,12 @@ class Overloaded(AnycoreError):
         self.retry_after = retry_after
 
 
+class RateLimited(Overloaded):
+    """A key has used up what it may; the message names the limit and the numbers."""
+
+    code = "rate_limit_exceeded"
+
+
 class Unavailable(AnycoreError):
     """The model is loading, draining or gone; the same request may succeed later."""
 

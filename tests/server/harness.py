@@ -28,6 +28,7 @@ from anycore.config import ModelConfig, ServerConfig
 from anycore.server import child, wire
 from anycore.server.auth import Guard
 from anycore.server.bridge import EngineClient
+from anycore.server.keys import plain
 from anycore.server.lifecycle import Server
 from anycore.server.port import listen, url_of
 
@@ -192,6 +193,7 @@ class _Thread:
 def serve_here(
     *models: ModelConfig,
     keys: tuple[str, ...] = (),
+    guard: Guard | None = None,
     launch: child.Launch = child.launch_model,
     ready: bool = True,
     **settings: Any,
@@ -206,7 +208,7 @@ def serve_here(
         config = ServerConfig(port=0, **settings)
         # One thread an engine: several of them, or other tests, share these cores.
         single = [replace(model, threads=model.threads or 1) for model in models]
-        live.server = Server(config, single, Guard(list(keys)), directory, client=partial(ThreadClient, launch=launch))
+        live.server = Server(config, single, guard or Guard([plain(f"key-{i}", key) for i, key in enumerate(keys, 1)]), directory, client=partial(ThreadClient, launch=launch))
         return await live.server.run(listener)
 
     def main() -> None:

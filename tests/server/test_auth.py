@@ -60,9 +60,10 @@ def test_keys_come_from_flag_environment_and_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# comment\nfrom-file\n\n  spaced  \n")
     config = ServerConfig(api_key=("from-flag",), api_key_file=str(file))
-    keys = read_keys(config, {"ANYCORE_API_KEY": "env-1, env-2,"})
-    assert keys == ["from-flag", "env-1", "env-2", "from-file", "spaced"]
-    assert read_keys(ServerConfig(), {"ANYCORE_API_KEY": ""}) == []
+    keys, secrets = read_keys(config, {"ANYCORE_API_KEY": "env-1, env-2, from-flag,"})
+    assert [key.name for key in keys] == ["flag-1", "env-1", "env-2", "line-1", "line-2"]
+    assert secrets == ["from-flag", "env-1", "env-2", "from-flag", "from-file", "spaced"]
+    assert read_keys(ServerConfig(), {"ANYCORE_API_KEY": ""}) == ([], [])
 
 
 def test_a_key_that_would_open_to_all_is_refused(tmp_path: Path) -> None:

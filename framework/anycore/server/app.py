@@ -13,12 +13,14 @@ from anycore.server import (
     admin,
     chat,
     completions,
+    cors,
     embeddings,
     failures,
     gate,
     models_routes,
     operations,
     rerank,
+    scopes,
     score,
     tokenize,
 )
@@ -63,9 +65,11 @@ def create_app(
     app.state.anycore = state
     failures.add_handlers(app)
     app.add_middleware(gate.Gate, guard=state.guard, max_body=config.max_body_size)
+    cors.add(app, config)
     app.add_middleware(access.Access, metrics=state.metrics, tracer=tracer(config))
     for router in ROUTERS:
         app.include_router(router)
+    scopes.check_routes(app.routes)
     return app
 
 

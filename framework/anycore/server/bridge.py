@@ -354,7 +354,8 @@ class EngineClient:
                 self._streams[request_id].admit()
         for refusal in output.refused:
             if refusal.id in self._streams:
-                self._streams[refusal.id].fail(error_of(refusal.message, refusal.code, refusal.param, refusal.kind))
+                error = error_of(refusal.message, refusal.code, refusal.param, refusal.kind, refusal.retry_after)
+                self._streams[refusal.id].fail(error)
         for delta in output.deltas:
             if delta.id in self._streams:
                 self._streams[delta.id].take(delta)

@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest, Unsupported
 from anycore.server.bodies import JsonRoute
-from anycore.server.door import Deadline, State, admit, reply_id
+from anycore.server.door import Caller, State, admit, reply_id
 from anycore.server.generation import Chunk, Generation, Prompt, settings_of
 from anycore.server.logprobs import LogprobFormat
 from anycore.server.prompts import chat_options, cut_options
@@ -28,14 +28,15 @@ from anycore.server.protocol_replies import (
     ChatLogprobs,
 )
 from anycore.server.sampling import asked_tokens, check_body, sampling_of
+from anycore.server.scopes import INFER
 from anycore.server.sse import DONE, EventStream, event, first_of, json_response, unless_gone
 from anycore.server.state import ServedModel
 
-router = APIRouter(tags=["generate"], route_class=JsonRoute)
+router = APIRouter(tags=["generate"], route_class=JsonRoute, dependencies=[INFER])
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=responses(ChatCompletion, stream=True))
-async def chat_completions(request: Request, body: ChatBody, state: State, deadline: Deadline) -> Response:
+async def chat_completions(request: Request, body: ChatBody, state: State, caller: Caller) -> Response:
     """Answer a conversation; with `stream`, as server-sent events whose data are `chat.completion.chunk` objects."""
     model = admit(state, body, body.model, Task.GENERATE)
     _check(body)
@@ -48,16 +49,17 @@ async def chat_completions(request: Request, body: ChatBody, state: State, deadl
         defaults,
         tokenizer,
         model.spec.vocab_size,
-        max_tokens=defaults.get("max_tokens") if asked is None else asked,
+        max_tokens=caller.account.limit_output(asked, defaults.get("max_tokens")),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    settings = settings_of("chat", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline)
+    settings = settings_of("chat", priority=body.priority, cache_salt=body.cache_salt, tenant=caller.account.tenant)
     generation = Generation(
         model,
         [Prompt(rendered.token_ids, rendered.text)],
         sampling,
         settings,
+        caller,
         asked=asked is not None,
         interval=body.stream_interval,
         loud=state.config.log_prompts,

@@ -168,8 +168,9 @@ def obey(engine: Engine, command: wire.Command, output: wire.Output) -> None:
             engine.add(command.request)
             output.admitted.append(command.request.id)
         except AnycoreError as error:
-            kind = type(error).__name__
-            output.refused.append(wire.Refusal(command.request.id, error.message, error.code, error.param, kind))
+            kind, after = type(error).__name__, getattr(error, "retry_after", 1)
+            refusal = wire.Refusal(command.request.id, error.message, error.code, error.param, kind, after)
+            output.refused.append(refusal)
     elif isinstance(command, wire.Abort):
         engine.abort(command.id, command.index)
     elif isinstance(command, wire.Drain):

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from anycore.contract.declare import Task
 from anycore.errors import Unsupported
 from anycore.server.bodies import JsonRoute
-from anycore.server.door import Deadline, State, admit, offload, reply_id
+from anycore.server.door import Caller, State, admit, offload, reply_id
 from anycore.server.generation import Chunk, Generation, Prompt, settings_of
 from anycore.server.logprobs import LogprobFormat, joined
 from anycore.server.prompts import cut_options
@@ -19,16 +19,17 @@ from anycore.server.protocol import responses
 from anycore.server.protocol_generate import CompletionBody
 from anycore.server.protocol_replies import Completion, CompletionChoice
 from anycore.server.sampling import asked_tokens, check_body, sampling_of
+from anycore.server.scopes import INFER
 from anycore.server.sse import DONE, EventStream, event, first_of, json_response, unless_gone
 from anycore.server.state import ServedModel
 
-router = APIRouter(tags=["generate"], route_class=JsonRoute)
+router = APIRouter(tags=["generate"], route_class=JsonRoute, dependencies=[INFER])
 
 DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
 
 
 @router.post("/v1/completions", response_model=None, responses=responses(Completion, stream=True))
-async def completions(request: Request, body: CompletionBody, state: State, deadline: Deadline) -> Response:
+async def completions(request: Request, body: CompletionBody, state: State, caller: Caller) -> Response:
     """Continue one or several prompts; with `stream`, as server-sent events of the same object."""
     model = admit(state, body, body.model, Task.GENERATE)
     _check(body)
@@ -39,18 +40,19 @@ async def completions(request: Request, body: CompletionBody, state: State, dead
         defaults,
         model.renderer.tokenizer,
         model.spec.vocab_size,
-        max_tokens=defaults.get("max_tokens", DEFAULT_MAX_TOKENS) if asked is None else asked,
+        max_tokens=caller.account.limit_output(asked, defaults.get("max_tokens", DEFAULT_MAX_TOKENS)),
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
     )
     size = sum(len(item) for item in body.prompt)
     prompts = await offload(size, _render, body, model)
-    settings = settings_of("text", priority=body.priority, cache_salt=body.cache_salt, deadline=deadline)
+    settings = settings_of("text", priority=body.priority, cache_salt=body.cache_salt, tenant=caller.account.tenant)
     generation = Generation(
         model,
         prompts,
         sampling,
         settings,
+        caller,
         asked=asked is not None,
         interval=body.stream_interval,
         loud=state.config.log_prompts,

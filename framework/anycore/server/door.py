@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import Depends, Header, Request
 
 from anycore.contract.declare import Task
-from anycore.errors import BadRequest, Unsupported
+from anycore.engine.request import NewRequest
+from anycore.errors import BadRequest, DeadlineExceeded, Unsupported
+from anycore.server.accounts import Account
 from anycore.server.protocol import Body
 from anycore.server.protocol_generate import IGNORED, UNSUPPORTED
 from anycore.server.state import ServedModel, ServerState, resolve_model, state_of
@@ -61,18 +66,47 @@ async def offload(size: int, function: Callable[..., T], *args: Any, **options: 
     return await asyncio.to_thread(function, *args, **options)
 
 
-async def deadline_of(
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a request brings beside its body: at whose expense it runs, and until when."""
+
+    account: Account
+    arrived: float
+    seconds: float | None = None  # of x-request-timeout
+
+    def in_time(self, request: NewRequest, model: ServedModel) -> NewRequest:
+        """Return an engine request with the seconds that are left to it, by the header and by --request-timeout.
+
+        Raises:
+            DeadlineExceeded: none are left.
+        """
+        limits = [s for s in (self.seconds, model.slot.config.request_timeout) if s is not None]
+        if not limits:
+            return request
+        waited = time.monotonic() - self.arrived
+        left = min(limits) - waited
+        if left <= 0:
+            raise DeadlineExceeded(f"given up after {waited:.1f} s, before the engine had it")
+        return msgspec.structs.replace(request, deadline=left)
+
+
+async def caller_of(
+    request: Request,
     x_request_timeout: Annotated[
-        str | None, Header(description="seconds from arrival in the engine until the request is given up with 504")
+        str | None, Header(description="seconds from arrival until the request is given up with 504")
     ] = None,
-) -> float | None:
-    """Read the header `x-request-timeout`.
+) -> Call:
+    """Count the request at the expense of its key, and read the header `x-request-timeout`.
 
     Raises:
-        BadRequest: it is not a number of seconds above 0.
+        RateLimited: the key has used up what it may.
+        BadRequest: the header is not a number of seconds above 0.
     """
+    account: Account = request.state.account
+    account.open()
+    arrived = time.monotonic()
     if x_request_timeout is None:
-        return None
+        return Call(account, arrived)
     try:
         seconds = float(x_request_timeout)
     except ValueError:
@@ -82,10 +116,10 @@ async def deadline_of(
             f"header x-request-timeout must be seconds above 0, not {x_request_timeout[:40]!r}",
             param="x-request-timeout",
         )
-    return seconds
+    return Call(account, arrived, seconds)
 
 
-Deadline = Annotated[float | None, Depends(deadline_of)]
+Caller = Annotated[Call, Depends(caller_of)]
 
 
 def reply_id(request: Request, wanted: str | None) -> str:

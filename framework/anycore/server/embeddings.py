@@ -12,25 +12,26 @@ from anycore.contract.declare import Task
 from anycore.engine.request import PoolingParams
 from anycore.errors import BadRequest
 from anycore.server.bodies import JsonRoute
-from anycore.server.door import Deadline, State, admit, offload, reply_id
+from anycore.server.door import Caller, State, admit, offload, reply_id
 from anycore.server.pooled import pooled, usage_of, vector_of
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import Embedding, EmbeddingBody, Embeddings
+from anycore.server.scopes import INFER
 from anycore.server.sse import json_response, unless_gone
 from anycore.server.state import ServedModel
 from anycore.text.render import Rendered
 
-router = APIRouter(tags=["embed"], route_class=JsonRoute)
+router = APIRouter(tags=["embed"], route_class=JsonRoute, dependencies=[INFER])
 
 
 @router.post("/v1/embeddings", response_model=None, responses=responses(Embeddings))
-async def embeddings(request: Request, body: EmbeddingBody, state: State, deadline: Deadline) -> Response:
+async def embeddings(request: Request, body: EmbeddingBody, state: State, caller: Caller) -> Response:
     """Return one vector an input. Texts get the model's special tokens and prompt; token ids are used as they are."""
     model = admit(state, body, body.model, Task.EMBED)
     params = PoolingParams(dimensions=dimensions_of(model, body.dimensions), normalize=body.normalize)
     names = [f"input[{i}]" if len(body.input) > 1 else "input" for i in range(len(body.input))]
     rendered = await offload(sum(len(item) for item in body.input), _render, body, model, names)
-    work = pooled(model, rendered, names, params, body, deadline, state.config.log_prompts)
+    work = pooled(model, rendered, names, params, body, caller, state.config.log_prompts)
     answers = await unless_gone(request.receive, work)
     data: list[Embedding] = []
     for i, answer in enumerate(answers):

@@ -23,9 +23,12 @@ from anycore.server import aside, child, logs, wire
 from anycore.server.auth import Guard, read_keys
 from anycore.server.bridge import EngineClient
 from anycore.server.fronts import READY, FrontBoot
+from anycore.server.ledger import LEDGER, Ledger
 from anycore.server.lifecycle import Server
 from anycore.server.phases import Phase
 from anycore.server.port import listen
+from anycore.server.reload import Reload
+from anycore.server.tls import Certificate, certificate_of
 
 
 class AttachedClient(EngineClient):
@@ -97,12 +100,13 @@ def listen_to_parent(engine_died: threading.Event) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-async def serve(boot: FrontBoot, guard: Guard) -> int:
+async def serve(boot: FrontBoot, guard: Guard, certificate: Certificate | None) -> int:
     engine_died = threading.Event()
     listen_to_parent(engine_died)
     client = partial(AttachedClient, boot=boot, engine_died=engine_died)
-    server = Server(boot.config, boot.models, guard, Path(boot.directory), client=client)
+    server = Server(boot.config, boot.models, guard, Path(boot.directory), certificate=certificate, client=client)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.signalled, signal.SIGTERM)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Reload(boot.config, guard, certificate))
 
     def ready() -> None:
         sys.stdout.buffer.write(READY)
@@ -115,9 +119,10 @@ async def serve(boot: FrontBoot, guard: Guard) -> int:
 def main() -> int:
     line = child.read_line()
     boot = msgspec.json.decode(line, type=FrontBoot)
-    keys = read_keys(boot.config)
-    logs.of_server(boot.config, keys, label=f"front {boot.number}")
-    return asyncio.run(serve(boot, Guard(keys)))
+    keys, secrets = read_keys(boot.config)
+    logs.of_server(boot.config, secrets, label=f"front {boot.number}")
+    ledger = Ledger(Path(boot.directory) / LEDGER, boot.number, boot.config.api_servers)
+    return asyncio.run(serve(boot, Guard(keys, ledger), certificate_of(boot.config)))
 
 
 if __name__ == "__main__":

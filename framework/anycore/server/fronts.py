@@ -46,6 +46,7 @@ class Fronts:
         self._processes: list[asyncio.subprocess.Process] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._attached = self._reload_due = False
 
     async def start(self) -> None:
         """Start the processes: their imports take as long as an engine does."""
@@ -67,7 +68,18 @@ class Fronts:
                 continue
             await self.dead.wait()
             return
+        self._attached = True
+        if self._reload_due:
+            self.reload()
         log.info("%d fronts share the port", self.count + 1)
+
+    def reload(self) -> None:
+        """Let them read keys and certificate again; not before they listen to this signal."""
+        self._reload_due = not self._attached
+        if self._attached:
+            for process in self._processes:
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGHUP)
 
     def drain(self, engine_died: bool) -> None:
         """Let them take nothing new and end when their requests have."""

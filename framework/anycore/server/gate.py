@@ -14,12 +14,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anycore.errors import AnycoreError, BadRequest, TooLarge
 from anycore.server import visits
+from anycore.server.accounts import Account
 from anycore.server.auth import Guard
 from anycore.server.failures import error_response
 from anycore.server.logs import log_crash
 
 MAX_HEADERS = 100
 MAX_DEPTH = 100  # of a JSON body
+REFUSALS = (429, 503)  # answers to what was not computed
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +50,11 @@ class Gate:
             return
         headers = dict(scope["headers"])
         visit = visits.current()
+        account: Account | None = None
         try:
             check_headers(scope["headers"])
-            self._guard.check(scope["path"], headers.get(b"authorization"))
+            account = self._guard.admit(scope["path"], headers.get(b"authorization"))
+            scope["state"] |= {"account": account, "key": account.key}
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await read_body(headers, receive, self._max_body)
             await self._app(scope, receive, send)
@@ -60,6 +64,9 @@ class Gate:
             log_crash(log, f"{scope['method']} {scope['path'][:200]} failed", error)
             if visit is None or not visit.status:
                 await error_response(AnycoreError("the server failed on this request"))(scope, receive, send)
+        finally:
+            if account is not None:
+                account.close(refused=visit is not None and visit.status in REFUSALS)
 
 
 def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -16,12 +16,14 @@ import msgspec
 from anycore.contract.declare import Task
 from anycore.engine.request import Delta, FinishReason, NewRequest, SamplingParams, TokenLogprob
 from anycore.errors import ContextLengthExceeded
+from anycore.server.accounts import Tenant
 from anycore.server.merge import merge
 from anycore.server.protocol import Usage, usage
 from anycore.server.protocol_replies import Finish
 from anycore.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
+    from anycore.server.door import Call
     from anycore.server.state import ServedModel
 
 log = logging.getLogger(__name__)
@@ -58,7 +60,8 @@ class Generation:
     """All choices of one HTTP request: `n` for each prompt.
 
     Args:
-        settings: the engine's view of a request, without its tokens and limits: priority, salt, deadline.
+        settings: the engine's view of a request, without its tokens and limits: priority, salt, tenant.
+        caller: at whose expense, and until when.
         asked: whether sampling.max_tokens comes from the request; a default is cut to what fits.
         interval: tokens gathered before a chunk is handed on.
         loud: whether prompts and outputs go to the log.
@@ -70,6 +73,7 @@ class Generation:
         prompts: list[Prompt],
         sampling: SamplingParams,
         settings: NewRequest,
+        caller: Call,
         *,
         asked: bool,
         interval: int = 1,
@@ -81,6 +85,7 @@ class Generation:
         # Filled before a prompt's first chunk, if they were asked for.
         self.prompt_logprobs: list[list[TokenLogprob | None]] = [[] for _ in prompts]
         self._model = model
+        self._caller = caller
         self._interval = interval
         self._loud = loud
         self._cached = [0] * len(prompts)
@@ -94,6 +99,7 @@ class Generation:
             )
             for i, prompt in enumerate(prompts)
         ]
+        caller.account.take_prompt(sum(len(prompt.token_ids) for prompt in prompts))
 
     def usage(self) -> Usage:
         """Tokens so far; each prompt counts once, whatever `n`."""
@@ -127,7 +133,7 @@ class Generation:
 
     async def _one(self, which: int) -> AsyncIterator[Chunk]:
         """Yield the chunks of one prompt's sequences."""
-        request = self._requests[which]
+        request = self._caller.in_time(self._requests[which], self._model)
         sampling = request.sampling
         assert sampling is not None
         if self._loud:
@@ -139,6 +145,7 @@ class Generation:
                 self._cached[which] = max(self._cached[which], delta.cached_tokens)
                 if delta.prompt_logprobs is not None:
                     self.prompt_logprobs[which] = delta.prompt_logprobs
+                self._caller.account.add_output(len(delta.token_ids))
                 chunk = pending[delta.index]
                 if self._grow(chunk, texts[delta.index], delta):
                     stream.stop(delta.index)
@@ -171,11 +178,19 @@ def settings_of(
     task: Task = Task.GENERATE,
     priority: int = 0,
     cache_salt: str | None = None,
-    deadline: float | None = None,
+    tenant: Tenant = Tenant(),  # noqa: B008
 ) -> NewRequest:
     """What all engine requests of one HTTP request share; `id` is unique whatever id the client chose."""
     new_id = f"{kind}-{uuid.uuid4().hex}"
-    return NewRequest(id=new_id, task=task, token_ids=[], priority=priority, cache_salt=cache_salt, deadline=deadline)
+    return NewRequest(
+        id=new_id,
+        task=task,
+        token_ids=[],
+        priority=priority,
+        cache_salt=cache_salt,
+        tenant=tenant.name,
+        weight=tenant.weight,
+    )
 
 
 def _fit(sampling: SamplingParams, prompt: int, longest: int, asked: bool) -> SamplingParams:

@@ -12,6 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from anycore.errors import BadRequest
 from anycore.server.failures import error_response
+from anycore.server.tls import Certificate
 
 MAX_HEADER_BYTES = 64 * 2**10
 KEEP_ALIVE_SECONDS = 75  # longer than balancers keep idle connections, so that they close first
@@ -39,7 +40,7 @@ class EnvelopeProtocol(H11Protocol):
 class HttpServer(uvicorn.Server):
     """Serves an app on an open socket until `should_exit` is set."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, certificate: Certificate | None = None) -> None:
         config = uvicorn.Config(
             app,
             http=EnvelopeProtocol,
@@ -53,6 +54,9 @@ class HttpServer(uvicorn.Server):
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
+        config.load()
+        if certificate is not None:
+            config.ssl = certificate.context
         super().__init__(config)
 
     @contextmanager

@@ -25,6 +25,7 @@ from anycore.server.phases import Phase
 from anycore.server.port import BACKLOG
 from anycore.server.slot import Engine, Slot
 from anycore.server.state import ServedModel, ServerState, read
+from anycore.server.tls import Certificate
 
 DEAD_SECONDS = 3.0  # from an engine's death to the end of the server: probes see it, other models finish what they can
 POLL_SECONDS = 0.02
@@ -42,6 +43,7 @@ class Server:
         guard: Guard,
         directory: Path,
         *,
+        certificate: Certificate | None = None,
         progress: Callable[[str, float], None] | None = None,
         client: Callable[..., Engine] = EngineClient,
         fronts: Fronts | None = None,
@@ -49,6 +51,7 @@ class Server:
         self.config = config
         self.fronts = fronts
         self._directory = directory
+        self._certificate = certificate
         self._marked = {} if fronts is None else {"front": 0}
         self.metrics = Metrics(config.metrics_names)
         self.slots: list[Keeper] = []
@@ -112,7 +115,7 @@ class Server:
         Raises:
             AnycoreError: a model cannot be served.
         """
-        http = HttpServer(self.app)
+        http = HttpServer(self.app, self._certificate)
         loading = asyncio.create_task(self._bring_up(listener))
         serving = asyncio.create_task(self._answer(http, listener, late, loading))
         deaths = [slot.dead for slot in self.slots] + ([self.fronts.dead] if self.fronts else [])

@@ -36,6 +36,10 @@ class MaskingFormatter(logging.Formatter):
         self._label = label
         self._loud = loud
 
+    def hide(self, secrets: Iterable[str]) -> None:
+        """Mask these, too."""
+        self._secrets = sorted({*self._secrets, *secrets}, key=len, reverse=True)
+
     def format(self, record: logging.LogRecord) -> str:
         record.exc_text = None  # another handler may have written it in full
         return self.mask(super().format(record))
@@ -104,6 +108,13 @@ def configure(
 def of_server(config: ServerConfig, secrets: Iterable[str], label: str = "") -> None:
     """Configure as the server's settings say."""
     configure(config.log_level, secrets, label, config.log_format, config.log_prompts)
+
+
+def hide(secrets: Iterable[str]) -> None:
+    """Mask further secrets from now on."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, MaskingFormatter):
+            handler.formatter.hide(secrets)
 
 
 def log_crash(log: logging.Logger, message: str, error: BaseException) -> None:

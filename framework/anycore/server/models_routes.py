@@ -14,9 +14,10 @@ from anycore.contract.declare import Task
 from anycore.errors import BadRequest, ConfigError, Unavailable
 from anycore.server.failures import ERRORS
 from anycore.server.operations import status_of
+from anycore.server.scopes import ANY
 from anycore.server.state import ServedModel, ServerState, named, state_of
 
-router = APIRouter(tags=["models"], responses=ERRORS)
+router = APIRouter(tags=["models"], responses=ERRORS, dependencies=[ANY])
 State = Annotated[ServerState, Depends(state_of)]
 
 

@@ -14,6 +14,7 @@ from anycore.errors import Forbidden, Unavailable
 from anycore.server.failures import ERRORS, RETRY_SECONDS
 from anycore.server.metrics import CONTENT_TYPE
 from anycore.server.phases import Phase
+from anycore.server.scopes import ANY, METRICS
 from anycore.server.state import ServedModel, ServerState, named, state_of
 
 router = APIRouter(tags=["operations"], responses=ERRORS)
@@ -57,12 +58,12 @@ async def ready(state: State, model: str | None = None) -> Response:
     return _report(state, bad=state.phase is not Phase.READY)
 
 
-@router.get("/version")
+@router.get("/version", dependencies=[ANY])
 async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/metrics", response_class=Response)
+@router.get("/metrics", response_class=Response, dependencies=[METRICS])
 async def metrics(state: State) -> Response:
     """Prometheus text format."""
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from anycore.engine.request import Delta, NewRequest, PoolingParams
 from anycore.errors import NonFiniteOutput
+from anycore.server.door import Call
 from anycore.server.generation import settings_of
 from anycore.server.merge import merge
 from anycore.server.protocol import usage
@@ -30,7 +31,7 @@ async def pooled(
     names: list[str],
     params: PoolingParams,
     body: PoolBody,
-    deadline: float | None,
+    caller: Call,
     loud: bool,
 ) -> list[Delta]:
     """Return the engine's answer to each rendered input; `names` say in errors which field an input came from;
@@ -41,8 +42,13 @@ async def pooled(
         AnycoreError: as the engine says; what is under way is ended.
     """
     shared = settings_of(
-        model.task.value, task=model.task, priority=body.priority, cache_salt=body.cache_salt, deadline=deadline
+        model.task.value,
+        task=model.task,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        tenant=caller.account.tenant,
     )
+    caller.account.take_prompt(sum(len(each.token_ids) for each in rendered))
     sources = []
     for i, each in enumerate(rendered):
         request = msgspec.structs.replace(
@@ -50,15 +56,18 @@ async def pooled(
         )
         if loud:
             log.info("%s %s: %r", request.id, names[i], each.text or each.token_ids)
-        sources.append(_one(model, request, i, names[i]))
+        sources.append(_one(model, request, caller, i, names[i]))
     answers: dict[int, Delta] = {}
     async for i, delta in merge(sources, model.window):
         answers[i] = delta
     return [answers[i] for i in range(len(rendered))]
 
 
-async def _one(model: ServedModel, request: NewRequest, index: int, name: str) -> AsyncIterator[tuple[int, Delta]]:
+async def _one(
+    model: ServedModel, request: NewRequest, caller: Call, index: int, name: str
+) -> AsyncIterator[tuple[int, Delta]]:
     try:
+        request = caller.in_time(request, model)
         async with model.slot.submit(request) as stream:
             async for delta in stream:
                 yield index, delta

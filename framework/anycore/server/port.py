@@ -42,11 +42,12 @@ def listen(host: str, port: int, *, shared: bool = False, begin: bool = True) ->
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, secure: bool = False) -> str:
     """Return the address that clients on this machine use."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if secure else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _explain(error: OSError, host: str, port: int) -> ConfigError:

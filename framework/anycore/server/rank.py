@@ -9,7 +9,7 @@ import numpy as np
 
 from anycore.engine.request import Delta, PoolingParams
 from anycore.errors import BadRequest, NonFiniteOutput
-from anycore.server.door import offload
+from anycore.server.door import Call, offload
 from anycore.server.pooled import pooled, usage_of, vector_of
 from anycore.server.protocol_pool import PoolUsage, RankBody
 from anycore.text.render import Rendered
@@ -28,7 +28,7 @@ async def scores_of(
     pairs: Pairs,
     names: Names,
     body: RankBody,
-    deadline: float | None,
+    caller: Call,
     loud: bool,
 ) -> tuple[list[float], PoolUsage]:
     """Score each pair: one forward pass a pair, or for a bi-encoder one a text and then cosines.
@@ -42,14 +42,12 @@ async def scores_of(
         if not body.apply_template:
             raise BadRequest("this model has no template: leave apply_template out", param="apply_template")
         rendered = await offload(size, _render_apart, model, queries, documents, names, body)
-        answers = await pooled(
-            model, rendered, names[0] + names[1], PoolingParams(normalize=True), body, deadline, loud
-        )
+        answers = await pooled(model, rendered, names[0] + names[1], PoolingParams(normalize=True), body, caller, loud)
         scores = _cosines(answers, pairs, names)
     else:
         rendered = await offload(size, _render_pairs, model, queries, documents, pairs, names, body)
         params = PoolingParams(raw_scores=body.raw_scores)
-        answers = await pooled(model, rendered, [names[1][d] for _, d in pairs], params, body, deadline, loud)
+        answers = await pooled(model, rendered, [names[1][d] for _, d in pairs], params, body, caller, loud)
         scores = [_relevance(answer, names[1][d]) for answer, (_, d) in zip(answers, pairs, strict=True)]
     return scores, usage_of(rendered, answers)
 

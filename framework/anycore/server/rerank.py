@@ -7,24 +7,25 @@ from fastapi.responses import Response
 
 from anycore.contract.declare import Task
 from anycore.server.bodies import JsonRoute
-from anycore.server.door import Deadline, State, admit, reply_id
+from anycore.server.door import Caller, State, admit, reply_id
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import Rerank, RerankBody, RerankResult
 from anycore.server.rank import scores_of
+from anycore.server.scopes import INFER
 from anycore.server.sse import json_response, unless_gone
 
-router = APIRouter(tags=["rerank"], route_class=JsonRoute)
+router = APIRouter(tags=["rerank"], route_class=JsonRoute, dependencies=[INFER])
 
 
 @router.post("/rerank", response_model=None, responses=responses(Rerank))
 @router.post("/v1/rerank", response_model=None, responses=responses(Rerank))
 @router.post("/v2/rerank", response_model=None, responses=responses(Rerank))
-async def rerank(request: Request, body: RerankBody, state: State, deadline: Deadline) -> Response:
+async def rerank(request: Request, body: RerankBody, state: State, caller: Caller) -> Response:
     """Sort documents by relevance to a query, the best first; equal scores keep the order of the request."""
     model = admit(state, body, body.model, Task.RERANK)
     names = (["query"], [f"documents[{i}]" for i in range(len(body.documents))])
     pairs = [(0, i) for i in range(len(body.documents))]
-    work = scores_of(model, [body.query], body.documents, pairs, names, body, deadline, state.config.log_prompts)
+    work = scores_of(model, [body.query], body.documents, pairs, names, body, caller, state.config.log_prompts)
     scores, used = await unless_gone(request.receive, work)
     state.metrics.scored(model.names[0], len(pairs))
     order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))

@@ -24,7 +24,11 @@ from anycore.server import aside, logs
 from anycore.server.auth import Guard, read_keys
 from anycore.server.bridge import EngineClient
 from anycore.server.fronts import Fronts
+from anycore.server.keys import Key
+from anycore.server.ledger import LEDGER, Ledger
 from anycore.server.port import listen, url_of
+from anycore.server.reload import Reload
+from anycore.server.tls import Certificate, certificate_of
 
 SOCKET_PATH = 100  # bytes that every system allows for the path of a local socket, its name included
 
@@ -46,11 +50,12 @@ def serve(
         AnycoreError: the server cannot be started as asked; `exit_code` fits.
     """
     check_names(models)
-    keys = read_keys(config)
-    logs.of_server(config, keys)
+    keys, secrets = read_keys(config)
+    certificate = certificate_of(config)
+    logs.of_server(config, secrets)
     listener = open_port(config)
     with listener:
-        code = asyncio.run(_serve(config, models, Guard(keys), listener, progress, client))
+        code = asyncio.run(_serve(config, models, keys, certificate, listener, progress, client))
     leave_if_busy(code)
     return code
 
@@ -89,7 +94,8 @@ def check_names(models: Sequence[ModelConfig]) -> None:
 async def _serve(
     config: ServerConfig,
     models: Sequence[ModelConfig],
-    guard: Guard,
+    keys: list[Key],
+    certificate: Certificate | None,
     listener: socket.socket,
     progress: Callable[[str, float], None] | None,
     client: Callable[..., EngineClient],
@@ -97,14 +103,24 @@ async def _serve(
     directory = private_directory()
     if config.api_servers > 1:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared_metrics(directory))  # read when it is imported
+    several = config.api_servers > 1
+    guard = Guard(keys, Ledger(directory / LEDGER, 0, config.api_servers) if several else None)
     from anycore.server.lifecycle import Server  # heavy imports start here, once the port is ours
 
     fronts = Fronts(config.api_servers - 1) if config.api_servers > 1 else None
-    server = Server(config, models, guard, directory, progress=progress, client=client, fronts=fronts)
+    server = Server(
+        config, models, guard, directory, certificate=certificate, progress=progress, client=client, fronts=fronts
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.signalled, number)
-    print(f"anycore: {url_of(listener)} serves {', '.join(model.names[0] for model in models)}", flush=True)
+    reload = Reload(config, guard, certificate, fronts.reload if fronts else lambda: None)
+    if reload.is_needed:
+        loop.add_signal_handler(signal.SIGHUP, reload)
+    print(
+        f"anycore: {url_of(listener, certificate is not None)} serves {', '.join(model.names[0] for model in models)}",
+        flush=True,
+    )
     try:
         return await server.run(listener)
     finally:

@@ -10,18 +10,19 @@ from fastapi.responses import Response
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest
 from anycore.server.bodies import JsonRoute
-from anycore.server.door import Deadline, State, admit, reply_id
+from anycore.server.door import Caller, State, admit, reply_id
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import ScoreBody, Scores
 from anycore.server.rank import scores_of
+from anycore.server.scopes import INFER
 from anycore.server.sse import json_response, unless_gone
 
-router = APIRouter(tags=["rerank"], route_class=JsonRoute)
+router = APIRouter(tags=["rerank"], route_class=JsonRoute, dependencies=[INFER])
 
 
 @router.post("/score", response_model=None, responses=responses(Scores))
 @router.post("/v1/score", response_model=None, responses=responses(Scores))
-async def score(request: Request, body: ScoreBody, state: State, deadline: Deadline) -> Response:
+async def score(request: Request, body: ScoreBody, state: State, caller: Caller) -> Response:
     """Score one query against each document, or as many queries each against its own; in the order of the request."""
     model = admit(state, body, body.model, Task.RERANK)
     first, queries = _side(body, "text_1", "queries")
@@ -33,7 +34,7 @@ async def score(request: Request, body: ScoreBody, state: State, deadline: Deadl
         )
     pairs = [(0 if len(queries) == 1 else i, i) for i in range(len(documents))]
     names = ([f"{first}[{i}]" for i in range(len(queries))], [f"{second}[{i}]" for i in range(len(documents))])
-    work = scores_of(model, queries, documents, pairs, names, body, deadline, state.config.log_prompts)
+    work = scores_of(model, queries, documents, pairs, names, body, caller, state.config.log_prompts)
     scores, used = await unless_gone(request.receive, work)
     state.metrics.scored(model.names[0], len(pairs))
     reply: Scores = {

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from anycore import errors
 from anycore.engine.request import Delta, FinishReason, NewRequest, RequestRecord, Stats
-from anycore.errors import AnycoreError
+from anycore.errors import AnycoreError, Overloaded
 from anycore.server import visits
 
 
@@ -198,7 +198,12 @@ _KINDS: dict[str, type[AnycoreError]] = {
 _BY_CODE = {kind.code: kind for kind in _KINDS.values()}
 
 
-def error_of(message: str, code: str | None, param: str | None = None, kind: str = "") -> AnycoreError:
+def error_of(
+    message: str, code: str | None, param: str | None = None, kind: str = "", retry_after: int = 1
+) -> AnycoreError:
     """Make the exception again that the engine process met, from its class's name or else from its code."""
     known = _KINDS.get(kind) or _BY_CODE.get(code, AnycoreError)
-    return known(message, param=param, code=code)
+    error = known(message, param=param, code=code)
+    if isinstance(error, Overloaded):
+        error.retry_after = retry_after
+    return error

@@ -11,18 +11,19 @@ from fastapi.responses import Response
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest
 from anycore.server.bodies import JsonRoute
-from anycore.server.door import State, admit, offload
+from anycore.server.door import Caller, State, admit, offload
 from anycore.server.prompts import chat_options
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import DetokenizeBody, Text, TokenizeBody, Tokens
+from anycore.server.scopes import INFER
 from anycore.server.sse import json_response
 
-router = APIRouter(tags=["tokens"], route_class=JsonRoute)
+router = APIRouter(tags=["tokens"], route_class=JsonRoute, dependencies=[INFER])
 
 
 @router.post("/tokenize", response_model=None, responses=responses(Tokens))
 @router.post("/v1/tokenize", response_model=None, responses=responses(Tokens))
-async def tokenize(body: TokenizeBody, state: State) -> Response:
+async def tokenize(body: TokenizeBody, state: State, caller: Caller) -> Response:
     """Return the ids of a text or of a conversation, as completions or chat would send them to the model."""
     model = admit(state, body, body.model, *Task)
     renderer = model.renderer
@@ -41,7 +42,7 @@ async def tokenize(body: TokenizeBody, state: State) -> Response:
 
 @router.post("/detokenize", response_model=None, responses=responses(Text))
 @router.post("/v1/detokenize", response_model=None, responses=responses(Text))
-async def detokenize(body: DetokenizeBody, state: State) -> Response:
+async def detokenize(body: DetokenizeBody, state: State, caller: Caller) -> Response:
     """Return the text of ids, special tokens included."""
     model = admit(state, body, body.model, *Task)
     ids: list[Any] = model.renderer.check_ids(body.tokens, "tokens") if body.tokens else []

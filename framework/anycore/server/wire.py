@@ -91,6 +91,7 @@ class Refusal(msgspec.Struct):
     code: str | None
     param: str | None = None
     kind: str = ""  # the exception's class
+    retry_after: int = 1  # seconds, where it is worth trying again
 
 
 class Output(msgspec.Struct, tag="output"):
