@@ -122,7 +122,7 @@ class Server:
             if loading.done():
                 loading.result()  # a model that cannot be served ends the server with its reason
                 await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
-            await self._drain()
+            await self._drain(http)
         finally:
             http.should_exit = True
             http.force_exit = self._now.is_set()
@@ -188,12 +188,24 @@ class Server:
             engines=[client.address for client in self.clients if isinstance(client, EngineClient)],
         )
 
-    async def _drain(self) -> None:
+    async def _hand_over(self, http: HttpServer, seconds: float) -> None:
+        """Leave new connections to whoever shares the port, and answer all that came before, as if nothing were."""
+        log.info("leaving the port to others; %d connections have %g s", len(http.server_state.connections), seconds)
+        http.retire()
+        end = asyncio.get_running_loop().time() + seconds
+        while http.busy and asyncio.get_running_loop().time() < end and not self._now.is_set():
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _drain(self, http: HttpServer) -> None:
         """Take nothing new; let what runs finish until the limit, then end it with an error."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         died = any(slot.dead.is_set() for slot in self.slots)
         limit = DEAD_SECONDS if died else self.config.shutdown_timeout
+        if self.config.reuse_port and http.started and not died:
+            if self.fronts is not None:
+                self.fronts.drain(died)
+            await self._hand_over(http, limit)
         self.state.draining = True
         if self.fronts is not None:
             self.fronts.drain(died)
