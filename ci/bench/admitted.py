@@ -3,10 +3,10 @@
     python ci/bench/admitted.py
 
 The block pool and the scheduler are the engine's own; only the model is left out, for lengths do not depend on it.
-There is always somebody waiting. Lengths are ShareGPT-like: log-normal, prompts 161 and outputs 338 tokens in the mean (those
-that the paper on PagedAttention gives for ShareGPT, Kwon et al. 2023), the logarithm's deviation 1.1 and 1.0; cut where
-prompt and output together would pass the longest length. Every prompt is another one: no prefix is shared. Printed is
-the mean over steps once as many requests have ended as are held; the exit code is 1 below 3 times.
+There is always somebody waiting. Lengths are ShareGPT-like: log-normal, prompts 161 and outputs 338 tokens in the mean
+(as the paper on PagedAttention has them for ShareGPT, Kwon et al. 2023), their logarithm's deviation 1.1 and 1.0; cut
+where both together would pass the longest length. Every prompt is another one: no prefix is shared. Printed is the
+mean over the second half of the steps; the exit code is 1 below 3 times.
 """
 
 from __future__ import annotations
