@@ -46,6 +46,8 @@ def serve(
         AnycoreError: the server cannot be started as asked; `exit_code` fits.
     """
     check_names(models)
+    if config.api_servers > 1 and any(model.keep_alive is not None for model in models):
+        raise ConfigError("--keep-alive works where one front serves: leave --api-servers at 1", param="keep_alive")
     keys = read_keys(config)
     logs.of_server(config, keys)
     listener = open_port(config)
