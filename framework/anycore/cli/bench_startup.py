@@ -41,7 +41,9 @@ FIRST: dict[str, tuple[str, dict[str, Any]]] = {
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="folder, GGUF file, hub id, modelscope:ID or pkg:NAME")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="measured starts of each kind (default: 3)")
-    parser.add_argument("--caches", choices=("warm", "cold", "both"), default="warm", help="(default: warm)")
+    parser.add_argument(
+        "--caches", choices=("warm", "cold", "both"), default="warm", help="state of caches at a start (default: warm)"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one start (default: 600)")
     add_model_flags(parser)
 
