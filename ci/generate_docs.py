@@ -190,6 +190,10 @@ def routes() -> str:
     return table(("", "route", ""), rows)
 
 
+NONE_IF_EMPTY = ("schemes", "kv_caches", "features")
+"""Fields of Support that mean "none" where others mean "any"."""
+
+
 def matrix(*columns: str) -> Callable[[], str]:
     """The capability matrix of the backends of the house; `columns` are fields of Support."""
 
@@ -197,8 +201,10 @@ def matrix(*columns: str) -> Callable[[], str]:
         rows = []
         for spec in house().backends:
             for row in spec.support:
-                rows.append([spec.name, *(cell(getattr(row, column)) for column in columns)])
-        return table(("backend", *(column.replace("_", " ") for column in columns)), rows)
+                cells = [cell(getattr(row, column)) for column in columns]
+                nothing = [column in NONE_IF_EMPTY and not getattr(row, column) for column in columns]
+                rows.append([spec.name, *("-" if none else text for none, text in zip(nothing, cells, strict=True))])
+        return table(("backend", *(column.replace("_", " ").replace("kv", "KV") for column in columns)), rows)
 
     return part
 
@@ -365,8 +371,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "buckets": buckets,
     "old-names": old_names,
     "routes": routes,
-    "matrix": matrix("tasks", "attention", "weights", "schemes", "block_sizes", "features", "chips", "level", "note"),
-    "matrix-short": matrix("tasks", "attention", "weights", "schemes", "chips", "level", "note"),
+    "matrix": matrix(
+        "tasks", "attention", "weights", "schemes", "kv_caches", "block_sizes", "features", "chips", "level", "note"
+    ),
+    "matrix-short": matrix("tasks", "attention", "weights", "schemes", "kv_caches", "chips", "level", "note"),
     "refusal": refusal,
     "bge-m3-910b": bge_m3("910B"),
     "bge-m3-310p": bge_m3("310P"),
