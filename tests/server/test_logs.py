@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server.harness import serve_process, serve_scripted
+from server.harness import serve_scripted
 
+from anycore.cli.main import main
 from anycore.server import visits
 from anycore.server.access import line_of
 from anycore.server.logs import JsonFormatter, MaskingFormatter, log_crash
@@ -115,15 +116,13 @@ def test_o06_prompts_and_keys_are_in_no_line_at_any_level(t_lm: Path, level: str
     by_status = [line for line in served if line["status"] == 200 and line["path"] == "/v1/completions"]
     assert all(line["output_tokens"] == 2 and line["model"] == "lm" and line["seconds"] > 0 for line in by_status)
     assert {"invalid_value", "model_not_found", "invalid_api_key"} <= {line.get("error") for line in served}
+    assert any(line.get("process") == "lm" for line in lines)  # of the engine's own process
     assert {line["level"] for line in lines} <= {"debug", "info", "warning", "error"}
 
 
-def test_a_whole_server_writes_json_only(t_lm: Path) -> None:
-    """Engine processes and libraries, too."""
-    with serve_process(str(t_lm), "--served-model-name", "lm", "--log-format", "json", "--log-level", "debug") as live:
-        ids = {"x-request-id": "mine-43"}
-        assert live.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2}, headers=ids).status_code == 200
-        live.wait(lambda: any("mine-43" in line for line in live.output), 10)
-    lines = [json.loads(line) for line in live.output if not line.startswith("anycore: ")]
-    assert {"anycore.access", "anycore.server.lifecycle"} <= {line["logger"] for line in lines}
-    assert PROMPT not in "".join(live.output)
+def test_the_command_writes_its_own_lines_in_that_form_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    styles: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("anycore.server.logs.configure", lambda *given: styles.append(given))
+    monkeypatch.setattr("anycore.cli.serve.serve", lambda *_, **__: 0)
+    assert main(["serve", "m", "--log-format", "json", "--log-prompts"]) == 0
+    assert styles[-1][-2:] == ("json", True)
