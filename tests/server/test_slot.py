@@ -5,6 +5,7 @@ Engines are scripted and, like the server, in processes of their own, but where 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -17,7 +18,8 @@ import pytest
 from server.fake_child import scripted
 from server.harness import Live, serve_here, serve_scripted
 
-from anycore.config import ModelConfig
+from anycore.config import ModelConfig, ServerConfig
+from anycore.server.app import create_app
 
 
 def ask(live: Live, tokens: int, model: str = "lm") -> httpx.Response:
@@ -245,11 +247,19 @@ def test_o07_a_drain_ends_what_waits_for_an_engine(t_lm: Path) -> None:
 
 @pytest.mark.parametrize("keys", [(), ("secret",)])
 def test_changes_are_for_operators(t_lm: Path, keys: tuple[str, ...]) -> None:
-    """Here a client of this machine; `require_admin` itself is asked about others."""
     model = ModelConfig(model=str(t_lm), served_model_name=("lm",))
-    with serve_here(model, launch=scripted(str(t_lm)), keys=keys, ready=False) as live:
-        allowed = {"headers": {"Authorization": "Bearer secret"}}
-        live.wait_ready()
-        assert live.post("/v1/models/lm/unload", **(allowed if keys else {})).status_code == 200
+    with serve_here(model, launch=scripted(str(t_lm)), keys=keys) as live:
+        allowed = {"headers": {"Authorization": "Bearer secret"}} if keys else {}
+        assert live.post("/v1/models/lm/unload", **allowed).status_code == 200
         if keys:
             assert live.post("/v1/models/lm/load").status_code == 401
+
+
+@pytest.mark.parametrize(("host", "status"), [("203.0.113.7", 403), ("127.0.0.1", 404), ("::1", 404)])
+def test_without_keys_changes_are_for_this_machine(host: str, status: int) -> None:
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(ServerConfig(), []), client=(host, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post("/v1/models/none/unload")
+
+    assert asyncio.run(ask()).status_code == status
