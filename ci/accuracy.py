@@ -1,6 +1,8 @@
-"""What rounding weights costs: perplexity on a fixed text, and the direction of sentence vectors, for every scheme.
+"""What rounding costs: perplexity on a fixed text, and the direction of sentence vectors, for every scheme of weights;
+perplexity for every KV cache.
 
     python ci/accuracy.py FOLDER_OF_A_DECODER ... [--embedder FOLDER] [--schemes dense,w8a8,w4a16,calibrated]
+                          [--caches bfloat16,int8,fp8] [--tokens 4096]
 
 Computed in float32 with the contract's plain operations, and the rounding of activations that w8a8 means added to them:
 it is the schemes that are measured here. That a backend's kernels compute them right is the conformance kit's matter.
@@ -23,6 +25,7 @@ from torch import Tensor
 from anycore.cli.convert import words, write_extras
 from anycore.contract.backend import Backend
 from anycore.contract.batch import Batch
+from anycore.contract.formats import KV_CACHES
 from anycore.contract.ops import Ops
 from anycore.contract.weights import Int8Weight, Weight
 from anycore.models.convert.calibration import HostMemory
@@ -39,6 +42,8 @@ WINDOW = 1024
 ROWS = 128
 """Rows of logits at a time."""
 SCHEMES = ("dense", "w8a8", "fp8", "w4a16", "calibrated")
+CACHES = ("bfloat16", *KV_CACHES)
+BLOCK = 16
 
 
 class Rounded:
@@ -80,7 +85,18 @@ def opened(source: Source, spec: ModelSpec, scheme: str) -> Model:
 
 
 @torch.inference_mode()
-def hidden(model: Model, ids: list[int]) -> Tensor:
+def hidden(model: Model, ids: list[int], cache: str | None = None) -> Tensor:
+    """The last hidden rows; with `cache`, keys and values are read as they were stored there."""
+    paged: dict[str, Any] = {}
+    if cache is not None:
+        blocks = -(-len(ids) // BLOCK)
+        wide, rounded = ("float32", cache) if cache in KV_CACHES else (cache, None)
+        paged = {
+            "kv": HostMemory(torch.device("cpu")).allocate_kv(model.spec.kv(BLOCK, wide, rounded), blocks),
+            "slots": torch.arange(len(ids)),
+            "block_tables": torch.arange(blocks, dtype=torch.int32)[None],
+            "block_size": BLOCK,
+        }
     batch = Batch(
         input_ids=torch.tensor(ids),
         positions=torch.arange(len(ids)),
@@ -89,17 +105,18 @@ def hidden(model: Model, ids: list[int]) -> Tensor:
         output_rows=None,
         causal=model.spec.attention == "causal",
         token_types=torch.zeros(len(ids), dtype=torch.int64) if model.spec.token_type_count else None,
+        **paged,
     )
     return model.forward(batch)
 
 
 @torch.inference_mode()
-def perplexity(model: Model, ids: list[int]) -> float:
+def perplexity(model: Model, ids: list[int], cache: str | None = None) -> float:
     """The exponential of the mean loss of every token but the first of each window."""
     total, count = 0.0, 0
     for start in range(0, len(ids), WINDOW):
         window = ids[start : start + WINDOW]
-        rows, targets = hidden(model, window)[:-1], torch.tensor(window[1:])
+        rows, targets = hidden(model, window, cache)[:-1], torch.tensor(window[1:])
         for first in range(0, len(targets), ROWS):
             logits = model.logits(rows[first : first + ROWS])
             total += float(F.cross_entropy(logits, targets[first : first + ROWS], reduction="sum"))
@@ -132,17 +149,28 @@ def main() -> None:
     parser.add_argument("decoders", nargs="*", metavar="FOLDER")
     parser.add_argument("--embedder", metavar="FOLDER")
     parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--caches", default=",".join(CACHES))
+    parser.add_argument("--tokens", type=int, help="of the text, from its start (default: all)")
     parser.add_argument("--group", type=int, default=32)
     options = parser.parse_args()
-    schemes = options.schemes.split(",")
+    schemes, caches = ([name for name in given.split(",") if name] for given in (options.schemes, options.caches))
     text = (TEXTS / "opticks.txt").read_text(encoding="utf-8")
     print("| model | weights | perplexity | against dense |\n|---|---|---|---|", flush=True)
     for folder in options.decoders:
-        ids, dense = Tokenizer.from_source(locate(folder)).encode(text), 0.0
+        ids, dense = Tokenizer.from_source(locate(folder)).encode(text)[: options.tokens], 0.0
         for name, source, spec in variants(folder, schemes, options.group):
             found = perplexity(opened(source, spec, name), ids)
             dense = dense or found
             print(f"| {Path(folder).name} | {name} | {found:.3f} | {found / dense - 1:+.2%} |", flush=True)
+    print("\n| model | KV cache | perplexity | against float32 |\n|---|---|---|---|", flush=True)
+    for folder in options.decoders if caches else ():
+        source = locate(folder)
+        ids = Tokenizer.from_source(source).encode(text)[: options.tokens]
+        model = opened(source, read_spec(source), "dense")
+        exact = perplexity(model, ids)
+        for name in caches:
+            found = perplexity(model, ids, name)
+            print(f"| {Path(folder).name} | {name} | {found:.3f} | {found / exact - 1:+.2%} |", flush=True)
     if options.embedder:
         print("\n| model | weights | cosine, mean | cosine, least |\n|---|---|---|---|", flush=True)
         source = locate(options.embedder)

@@ -38,7 +38,7 @@ from anycore.models import companions, families
 from anycore.models.source import Source
 from anycore.models.spec import read_spec
 from anycore.server.app import create_app
-from anycore.server.metrics import Metrics
+from anycore.server.series import GROUPS, MODEL, PREFIX
 from anycore_ascend.versions import RELEASES
 
 ROOT = Path(__file__).parent.parent
@@ -149,11 +149,30 @@ def features() -> str:
 
 
 def metrics() -> str:
-    rows = []
-    for family in sorted(Metrics().registry.collect(), key=lambda family: family.name):
-        name = family.name + ("_total" if family.type == "counter" else "")
-        rows.append((f"`{name}`", family.type, family.documentation))
-    return table(("series", "type", "meaning"), rows)
+    """Every series, by what it is about; labels beside the four that all series of a model have."""
+    out = []
+    for title, group in GROUPS.items():
+        rows = []
+        for series in group:
+            own = series.labels[len(MODEL) :] if series.labels[: len(MODEL)] == MODEL else series.labels
+            labels = ", ".join(f"`{label}`" for label in own)
+            rows.append((f"`{series.exposed}`", series.kind, labels, "yes" if series.vllm else "", series.text))
+        out += [f"## {title}", table(("series", "type", "further labels", "vLLM's", "meaning"), rows)]
+    return "\n\n".join(out)
+
+
+def buckets() -> str:
+    """The bounds of each kind of histogram, once."""
+    found: dict[tuple[float, ...], list[str]] = {}
+    for series in (series for group in GROUPS.values() for series in group if series.buckets):
+        found.setdefault(series.buckets, []).append(f"`{series.name.removeprefix(PREFIX)}`")
+    return table(("bounds", "histograms"), [(", ".join(f"{b:g}" for b in k), ", ".join(v)) for k, v in found.items()])
+
+
+def old_names() -> str:
+    series = [series for group in GROUPS.values() for series in group]
+    return table(("vLLM's earlier name", "series"),
+                 [(f"`vllm:{name}`", f"`{each.name}`") for each in series for name in each.older])  # fmt: skip
 
 
 def routes() -> str:
@@ -171,6 +190,10 @@ def routes() -> str:
     return table(("", "route", ""), rows)
 
 
+NONE_IF_EMPTY = ("schemes", "kv_caches", "features")
+"""Fields of Support that mean "none" where others mean "any"."""
+
+
 def matrix(*columns: str) -> Callable[[], str]:
     """The capability matrix of the backends of the house; `columns` are fields of Support."""
 
@@ -178,8 +201,10 @@ def matrix(*columns: str) -> Callable[[], str]:
         rows = []
         for spec in house().backends:
             for row in spec.support:
-                rows.append([spec.name, *(cell(getattr(row, column)) for column in columns)])
-        return table(("backend", *(column.replace("_", " ") for column in columns)), rows)
+                cells = [cell(getattr(row, column)) for column in columns]
+                nothing = [column in NONE_IF_EMPTY and not getattr(row, column) for column in columns]
+                rows.append([spec.name, *("-" if none else text for none, text in zip(nothing, cells, strict=True))])
+        return table(("backend", *(column.replace("_", " ").replace("kv", "KV") for column in columns)), rows)
 
     return part
 
@@ -343,9 +368,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "environment": environment,
     "features": features,
     "metrics": metrics,
+    "buckets": buckets,
+    "old-names": old_names,
     "routes": routes,
-    "matrix": matrix("tasks", "attention", "weights", "schemes", "block_sizes", "features", "chips", "level", "note"),
-    "matrix-short": matrix("tasks", "attention", "weights", "schemes", "chips", "level", "note"),
+    "matrix": matrix(
+        "tasks", "attention", "weights", "schemes", "kv_caches", "block_sizes", "features", "chips", "level", "note"
+    ),
+    "matrix-short": matrix("tasks", "attention", "weights", "schemes", "kv_caches", "chips", "level", "note"),
     "refusal": refusal,
     "bge-m3-910b": bge_m3("910B"),
     "bge-m3-310p": bge_m3("310P"),

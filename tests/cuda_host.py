@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
 from anycore.contract.backend import KVSpec, Memory
+from anycore_cuda.cache import allocate
 
 
 class HostMemory(Memory):
@@ -14,6 +15,5 @@ class HostMemory(Memory):
     def free(self) -> int:
         return 1 << 29
 
-    def allocate_kv(self, kv: KVSpec, blocks: int) -> list[torch.Tensor]:
-        shape = (2, blocks, kv.kv_heads, kv.block_size, kv.head_dim)
-        return [torch.zeros(shape, dtype=getattr(torch, kv.dtype)) for _ in range(kv.layers)]
+    def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
+        return list(allocate(kv, blocks, self.device))

@@ -31,7 +31,7 @@ ALLOWED = {
     ENGINE: {MODELS, CONTRACT, *COMMON, *LOADING},
     MODELS: {CONTRACT, *COMMON},
     CONTRACT: {"errors"},
-    BENCH: {"errors"},
+    BENCH: {MODELS, CONTRACT, "errors"},
     BATCH: {SERVER, "config", "errors"},
     TEXT: {"models.spec", "models.source", "models.gguf.header", "engine.request", *COMMON},
     "plugins": {"hookspecs", "guard", CONTRACT, *COMMON},

@@ -1,4 +1,4 @@
-"""One GPU's memory: its cache's layout, and transfers that do better than the contract's pinned ones."""
+"""One GPU's memory: its cache, and transfers that do better than the contract's pinned ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from anycore.contract.backend import KVSpec
 from anycore.contract.pinned import PinnedMemory
+from anycore_cuda.cache import allocate
 
 STAGED_FROM = 1 << 20
 STAGE = 32 << 20
@@ -23,10 +24,7 @@ class CudaMemory(PinnedMemory):
         self._turn = 0
 
     def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
-        """A tensor [2, blocks, Hkv, block_size, D] a layer: what a program reads of a block is one run of memory."""
-        shape = (2, blocks, kv.kv_heads, kv.block_size, kv.head_dim)
-        dtype = getattr(torch, kv.dtype)
-        return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(kv.layers)]
+        return list(allocate(kv, blocks, self.device))
 
     def upload(self, host: Tensor) -> Tensor:
         staged = host.device != self.device and host.nbytes >= STAGED_FROM and host.is_contiguous()

@@ -11,6 +11,7 @@ from anycore.contract import sampling
 from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import HeadNorms, Ops
+from anycore.contract.rounded import RoundedCache
 from anycore.contract.weights import DenseWeight, Weight
 from anycore_cuda.kernels import attention as tiled
 from anycore_cuda.kernels import decode as single
@@ -20,6 +21,7 @@ from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
 from anycore_cuda.kernels.prefix import prefix
 from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import dense_rows
+from anycore_cuda.kernels.rounded_cache import parts
 from anycore_cuda.kernels.sampling import choose, normaliser
 from anycore_cuda.plan import Plan
 
@@ -93,7 +95,7 @@ class CudaOps(Ops):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cache: Tensor | None,
+        cache: Tensor | RoundedCache | None,
         batch: Batch,
         scale: float,
         window: int | None,
@@ -124,15 +126,17 @@ class CudaOps(Ops):
                     q, cache, out, tables, lens, self.counters, splits, scale, window, softcap,
                     plan.decoding, batch.query_starts_device, early=self.early,
                 )  # fmt: skip
-            if not plan.fresh:
-                k, v = cache[0], cache[1]
-        paged = None if cache is None or plan.fresh else tables
+        data, scales, kind = parts(cache)
+        # A fresh prompt's keys and values are at hand, but what is rounded is read as others will read it.
+        paged = None if cache is None or (plan.fresh and not kind) else tables
+        if paged is not None:
+            k, v = data[0], data[1]
         rows = tiled.tile_rows(heads // kv_heads, q.shape[2], q.element_size(), paged is not None)
         tiles = plan.tiles(rows // (heads // kv_heads))
         if tiles is not None:
             tiled.attend(
                 q, k, v, out, tiles, rows, batch.query_starts_device, lens, paged,
-                batch.causal, scale, window, softcap,
+                batch.causal, scale, window, softcap, scales=scales if kind else None, kind=kind,
             )  # fmt: skip
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 ALL_TASKS = (Task.GENERATE, Task.EMBED, Task.RERANK)
 DTYPES = ("bfloat16", "float16", "float32")
 CHIPS = ("sm80", "sm86", "sm87", "sm89", "sm90", "sm100", "sm103", "sm110", "sm120", "sm121")
+E4M3 = CHIPS.index("sm89")  # from there on chips have instructions that turn numbers to e4m3 and back
 OLD_CHIPS = ("sm50", "sm52", "sm60", "sm61", "sm62", "sm70", "sm72", "sm75")
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64)  # 16 places of one head of 64 bfloat16 elements: 2 KiB runs, little waste
@@ -40,19 +42,21 @@ ROUNDED = (
 
 TOO_OLD = "the kernels need compute capability 8.0 (Ampere) or newer"
 
+CAUSAL = Support(
+    tasks=ALL_TASKS,
+    attention="causal",
+    weights=DTYPES,
+    level=Level.NATIVE,
+    head_dims=HEAD_DIMS,
+    block_sizes=BLOCK_SIZES,
+    features=("chunked_prefill", "prefix_caching", "sliding_window", "softcap", "logprobs", "token_types"),
+    schemes=SCHEMES,
+    note=ROUNDED,
+)
+
 SUPPORT = (
-    Support(
-        tasks=ALL_TASKS,
-        attention="causal",
-        weights=DTYPES,
-        level=Level.NATIVE,
-        head_dims=HEAD_DIMS,
-        block_sizes=BLOCK_SIZES,
-        features=("chunked_prefill", "prefix_caching", "sliding_window", "softcap", "logprobs", "token_types"),
-        chips=CHIPS,
-        schemes=SCHEMES,
-        note=ROUNDED,
-    ),
+    replace(CAUSAL, chips=CHIPS[E4M3:], kv_caches=("int8", "fp8")),
+    replace(CAUSAL, chips=CHIPS[:E4M3], kv_caches=("int8",)),
     Support(
         tasks=(Task.EMBED, Task.RERANK),
         attention="bidirectional",

@@ -15,11 +15,13 @@ from anycore import plugins
 from anycore.config import ModelConfig
 from anycore.contract.declare import Task
 from anycore.engine.defaults import sampling_defaults
+from anycore.engine.grammar import Grammars
 from anycore.engine.launch import build, prepare
 from anycore.engine.request import Delta, FinishReason, NewRequest, PoolingParams, SamplingParams, TokenLogprob
 from anycore.errors import AnycoreError, BadRequest, TaskNotSupported
 from anycore.models.source import Progress
 from anycore.text.detokenizer import Detokenizer
+from anycore.text.grammar import vocabulary_of
 from anycore.text.render import Rendered, Renderer
 
 Prompt = str | list[int]
@@ -67,6 +69,7 @@ class LLM:
         self.task = prepared.task
         self.spec = prepared.spec
         self.engine = build(prepared, progress)
+        self.engine.grammars = Grammars(lambda: vocabulary_of(prepared.source, prepared.spec))
         longest = self.engine.limits.max_model_len
         self.renderer = Renderer(prepared.source, prepared.spec, longest, config.chat_template)
         file = prepared.source.read_json("generation_config.json")

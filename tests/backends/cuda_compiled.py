@@ -2,7 +2,7 @@
 
 Run as a program of its own (Triton must not interpret): python cuda_compiled.py FOLDER, which holds a decoder. Prints
 as JSON which kernels the rehearsal compiled, and which were still missing in what it stands for; then those of
-quantised products.
+quantised products and of rounded KV caches.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from anycore.contract.backend import Backend
 from anycore.contract.batch import Batch, Sampling
 from anycore.contract.check_weights import fp8_weight, int4_weight, int8_weight
 from anycore.contract.declare import Task
+from anycore.contract.formats import KV_CACHES
 from anycore.contract.graphs import GraphStep, NotCaptured
-from anycore.contract.sizes import Limits
+from anycore.contract.sizes import KVSpec, Limits
 from anycore.engine.blocks import BlockPool
 from anycore.engine.engine import Engine
 from anycore.engine.request import NewRequest, SamplingParams
@@ -101,6 +102,26 @@ def compile_quantised(ops: CudaOps) -> None:
         ops.embedding(torch.zeros(3, dtype=torch.int64), packed)
 
 
+def compile_rounded(ops: CudaOps, kind: str) -> None:
+    """Go through prompts, decoding, and decoding beside a prompt and over a shared prefix, on a rounded cache."""
+    heads, kv_heads, dim, size = 8, 2, 64, 16
+    cache = ops.memory.allocate_kv(KVSpec(1, kv_heads, dim, size, "bfloat16", kind), 6)
+    for lens, contexts in (([20, 3], [0, 0]), ([1, 1], [9, 20]), ([1, 5], [9, 20]), ([1, 1], [1 << 17, 1 << 17])):
+        rows = sum(lens)
+        batch = Batch(
+            torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int64),
+            query_lens=lens, context_lens=contexts, output_rows=None, causal=True,
+            slots=torch.zeros(rows, dtype=torch.int64),
+            block_tables=torch.zeros(2, 4, dtype=torch.int32), kv=cache, block_size=size,
+        )  # fmt: skip
+        batch.shared_tokens = contexts[0] if contexts[0] > 1 << 16 else 0
+        batch.plan = ops.plan(batch)
+        qkv = torch.zeros(rows, heads + 2 * kv_heads, dim, dtype=torch.bfloat16)
+        angles = torch.zeros(rows, dim // 2), torch.zeros(rows, dim // 2)
+        ops.self_attention(qkv, heads, kv_heads, None, angles, cache[0], batch, 0.1)
+        ops.attention(*qkv.split((heads, kv_heads, kv_heads), dim=1), cache[0], batch, 0.1)
+
+
 def main(folder: str) -> None:
     compiled: list[str] = []
     rehearsed: list[str] = []
@@ -149,8 +170,14 @@ def main(folder: str) -> None:
     compiled.clear()
     with torch.inference_mode(), launch.compiling(backend.device):
         compile_quantised(ops)
+    quantised = sorted(set(compiled))
+    compiled.clear()
+    with torch.inference_mode(), launch.compiling(backend.device):
+        for kind in KV_CACHES:
+            compile_rounded(ops, kind)
     found = {
-        "rehearsed": sorted(rehearsed), "missing": missing, "hasty": hasty, "quantised": sorted(set(compiled)),
+        "rehearsed": sorted(rehearsed), "missing": missing, "hasty": hasty, "quantised": quantised,
+        "rounded": sorted(set(compiled)),
         "unused": sorted(set(INSTRUCTIONS) - used),
     }  # fmt: skip
     print(json.dumps(found))

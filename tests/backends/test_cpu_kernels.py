@@ -58,6 +58,18 @@ def test_large_products_go_to_all_threads_and_agree(kernels: Kernels) -> None:
     torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4)
 
 
+def test_rows_of_large_products_are_cut_anywhere(kernels: Kernels) -> None:
+    """Several tasks in both directions, the last ones smaller, and rows whose end is padded."""
+    x, weight = normal(0, 450, 590), normal(1, 1100, 590)
+    matrix, bias = kernels.pack(weight), normal(2, 1100)
+    together = kernels.linear(x, matrix, bias, wide=True)
+    wanted = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(together.double(), wanted, rtol=1e-4, atol=1e-3)
+    for first, last in ((0, 1), (10, 60), (215, 260), (417, 450)):
+        alone = kernels.linear(x[first:last], matrix, bias, wide=True)
+        assert torch.equal(alone, together[first:last])
+
+
 def test_a_packed_matrix_refuses_other_rows(kernels: Kernels) -> None:
     matrix = kernels.pack(normal(0, 8, 16))
     with pytest.raises(ValueError, match="bfloat16 rows of 16"):

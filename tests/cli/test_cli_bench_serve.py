@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from server.conftest import served
@@ -75,7 +76,7 @@ def test_arrivals_keep_the_rate_and_the_burstiness(burstiness: float) -> None:
 def test_processes_share_every_request_and_every_place() -> None:
     alone = [body for _, body in share(LOAD, 0, 1)]
     parts = [[body for _, body in share(LOAD, index, 3)] for index in range(3)]
-    assert sorted(alone) == sorted(body for part in parts for body in part)
+    assert sorted(map(str, alone)) == sorted(str(turns) for part in parts for turns in part)
     assert [places(replace(LOAD, max_concurrency=8), index, 3) for index in range(3)] == [3, 3, 2]
     assert places(LOAD, 0, 3) is None
 
@@ -112,6 +113,30 @@ def test_words_that_cannot_be_read(words: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "serve", "--model", "lm", *words])
     assert f"argument {words[0]}: must be a" in capsys.readouterr().err
+
+
+def test_a_recorded_trace_keeps_its_times_lengths_and_what_prompts_share(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = [(2500, 1500, 7, [3, 4]), (0, 600, 5, [3])]
+    names = "timestamp", "input_length", "output_length", "hash_ids"
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in trace))
+    load = replace(LOAD, file=path)
+    assert load.arrivals == [0.0, 2.5]
+    first, second = load.bodies()
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in (first, second)] == [(600, 5), (1500, 7)]
+    assert first["prompt"][:512] == second["prompt"][:512]
+    assert first["prompt"][512:] != second["prompt"][512:600]
+    assert replace(load, duration=1.0).number == 1
+
+
+def test_sharegpt_lists_and_prefixes(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"
+    said = [("human", "a"), ("gpt", "b"), ("human", "c")]
+    path.write_text(json.dumps([{"conversations": [{"from": who, "value": text} for who, text in said]}]))
+    turns = replace(LOAD, file=path, endpoint="chat", turns=(9, 9)).conversation(0)
+    assert [turn["messages"][0]["content"] for turn in turns] == ["a", "c"]
+    prompts = [body["prompt"] for body in replace(LOAD, prefix_len=7, num_prefixes=3).bodies()]
+    assert len({tuple(prompt[:7]) for prompt in prompts}) == 3
 
 
 # --- what comes back -------------------------------------------------------------------------------------------------
@@ -154,7 +179,7 @@ def test_generated_tokens_are_counted_exactly(
 ) -> None:
     words = ["--endpoint", endpoint, "--num-prompts", "12", "--input-len", "3:9", "--output-len", "4:8", "--seed", "5"]
     row = bench(
-        live, capsys, "lm", *words, "--processes", str(processes), "--max-concurrency", "4", "--slo-ttft", "1e9"
+        live, capsys, "lm", *words, "--processes", str(processes), "--max-concurrency", "4", "--goodput", "ttft:1e9"
     )
     asked = replace(LOAD, endpoint=endpoint, num_prompts=12, output_len=(4, 8), seed=5).bodies()
     assert (row["completed"], row["failed"]) == (12, 0)
@@ -200,6 +225,59 @@ def test_a_rate_is_kept(t_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert row["completed"] == 20
     assert last - first - 0.3 < row["duration"] < 3
     assert row["request_rate"] == 20
+
+
+def test_a_duration_ends_a_load_that_has_no_other_end(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--input-len", "3", "--output-len", "2", "--max-concurrency", "2", "--duration", "0.4"]
+    row = bench(live, capsys, "lm", *words)
+    assert row["completed"] >= 2
+    assert row["max_concurrent_requests"] <= 2
+    assert row["duration"] > 0.2
+    assert main(["bench", "serve", "--model", "lm", "--duration", "1"]) == 2
+    assert "it has no end" in capsys.readouterr().err
+
+
+def test_turns_of_a_chat_grow_by_what_was_said(live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--endpoint", "chat", "--turns", "3", "--num-prompts", "2", "--input-len", "4", "--output-len", "3"]
+    row = bench(live, capsys, "lm", *words, "--save-detailed", "--max-concurrency", "1")
+    assert (row["completed"], row["total_output_tokens"]) == (6, 18)
+    lengths = [request["input_tokens"] for request in row["requests"]]
+    assert lengths[0] < lengths[1] < lengths[2] > lengths[3]
+
+
+def test_a_sweep_against_a_peer_takes_turns_and_is_drawn(
+    live: Live, t_lm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, page, drawing = tmp_path / "rows.jsonl", tmp_path / "page.html", tmp_path / "drawing.svg"
+    words = ["bench", "serve", "--url", live.url + "/v1", "--model", "lm", "--vocab-size", "400", "--input-len", "3"]
+    words += [
+        "--output-len",
+        "3",
+        "--num-prompts",
+        "4",
+        "--max-concurrency",
+        "1,2",
+        "--rounds",
+        "2",
+        "--json",
+        str(rows),
+    ]
+    with serve_here(served(t_lm, "other")) as peer:
+        words += ["--peer", peer.url + "/v1", "--peer-model", "other", "--peer-api-key", "secret"]
+        assert main([*words, "--plot", str(page)]) == 0
+        table = capsys.readouterr().out
+        assert main([*words, "--plot", str(drawing)]) == 0
+    found = [json.loads(text) for text in rows.read_text().splitlines()][:8]
+    ours, theirs = live.url + "/v1", peer.url + "/v1"
+    assert [row["target"] for row in found] == [ours, theirs, theirs, ours, theirs, ours, ours, theirs]
+    assert [row["max_concurrency"] for row in found] == [1] * 4 + [2] * 4
+    assert [row["seed"] for row in found] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert found[0]["total_input_tokens"] == found[1]["total_input_tokens"]
+    assert found[1]["server"]["data"][0]["id"] == "other"
+    assert "secret" not in rows.read_text()
+    assert table.count("times the first") == 2
+    assert page.read_text().count("<svg") >= 5
+    ElementTree.fromstring(drawing.read_text())
 
 
 def test_what_fails_before_the_load_is_said(live: Live, capsys: pytest.CaptureFixture[str]) -> None:

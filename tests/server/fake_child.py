@@ -10,12 +10,13 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from anycore.contract.declare import Task
 from anycore.engine.request import Delta, FinishReason, NewRequest, Stats
-from anycore.errors import BadRequest, ConfigError, Overloaded
+from anycore.errors import BadRequest, ConfigError, DoesNotFit, Overloaded, WeightsError
 from anycore.server import child, wire
 
 
@@ -32,6 +33,8 @@ class Script:
     fail_load: str = ""  # exception while loading
     fail_step: int = 0  # the step that raises
     die_step: int = 0  # the step in which the process is killed
+    hang_step: int = 0  # the step that does not end
+    alone: int = 0  # 1: it fits on its device only while no other of these engines runs there
     fail_id: str = ""  # requests whose id contains this end with an error
 
 
@@ -76,6 +79,8 @@ class ScriptedEngine:
             raise RuntimeError("scripted failure")
         if self.counts.steps == self.script.die_step:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.counts.steps == self.script.hang_step:
+            time.sleep(10_000)
         waiting, running = self.scheduler.waiting, self.scheduler.running
         while waiting and len(running) < self.script.max_num_seqs:
             running.append(waiting.pop(0))
@@ -126,8 +131,9 @@ def launch(folder: str, script: Script, boot: wire.Boot) -> tuple[wire.Planned, 
         "possible_tasks": [task],
         "max_model_len": 1000,
         "max_num_seqs": script.max_num_seqs,
-        "backend": "scripted",
+        "backend": "scripted" if boot.config.backend == "auto" else boot.config.backend,
         "device": "none",
+        "checkpoint": boot.config.checkpoint,
         "dtype": "float32",
         "block_size": 16,
         "num_blocks": 100,
@@ -135,6 +141,10 @@ def launch(folder: str, script: Script, boot: wire.Boot) -> tuple[wire.Planned, 
     }
 
     def build(progress: child.Progress) -> tuple[ScriptedEngine, dict[str, Any]]:
+        if script.alone and boot.at_least:
+            raise DoesNotFit("scripted: another one is there")
+        if boot.config.checkpoint is not None and not list(Path(boot.config.checkpoint).iterdir()):
+            raise WeightsError(f"{boot.config.checkpoint} holds no weights", param="checkpoint")
         for part in range(10):
             progress("weights", part / 10)
             time.sleep(script.load / 10)

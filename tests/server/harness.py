@@ -208,7 +208,13 @@ def serve_here(
         config = ServerConfig(port=0, **settings)
         # One thread an engine: several of them, or other tests, share these cores.
         single = [replace(model, threads=model.threads or 1) for model in models]
-        live.server = Server(config, single, guard or Guard([plain(f"key-{i}", key) for i, key in enumerate(keys, 1)]), directory, client=partial(ThreadClient, launch=launch))
+        live.server = Server(
+            config,
+            single,
+            guard or Guard([plain(f"key-{i}", key) for i, key in enumerate(keys, 1)]),
+            directory,
+            client=partial(ThreadClient, launch=launch),
+        )
         return await live.server.run(listener)
 
     def main() -> None:

@@ -27,12 +27,16 @@ def main() -> int:
     at = sys.argv.index("--")
     folder, words, script = sys.argv[1], sys.argv[2:at], sys.argv[at + 1 :]
     settings: dict[str, Any] = {"port": 0}
-    names, tasks = ["lm"], ["generate"]
+    names, tasks, keep_alive = ["lm"], ["generate"], None
     for name, value in (word.split("=", 1) for word in words):
         if name == "names":
             names = value.split(",")
         elif name == "tasks":
             tasks = value.split(",")
+        elif name == "reuse_port":
+            settings[name] = value == "True"
+        elif name == "keep_alive":
+            keep_alive = float(value)
         elif name == "api_key":
             settings[name] = (value,)
         else:
@@ -40,7 +44,8 @@ def main() -> int:
             if name in ("port", "max_body_size", "api_servers", "engine_restarts"):
                 settings[name] = int(value)
     models = [
-        ModelConfig(model=folder, served_model_name=(name,), task=task) for name, task in zip(names, tasks, strict=True)
+        ModelConfig(model=folder, served_model_name=(name,), task=task, keep_alive=keep_alive)
+        for name, task in zip(names, tasks, strict=True)
     ]
     command = (sys.executable, str(FAKE), folder, *script)
     tokenizer.from_folder = read_tokenizer

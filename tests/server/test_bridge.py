@@ -224,6 +224,25 @@ def test_the_reason_of_a_refused_start_arrives(tmp_path: Path) -> None:
     run(test())
 
 
+def test_an_idle_engine_is_not_stalled_however_long_it_was_silent(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with engine(tmp_path, "hang_step=3") as client:
+            client._step_timeout = 100
+            client.heard -= 1000
+            assert not client._stalled()
+            hung = asyncio.create_task(collect(client, request("hung")))
+            while client.stats.steps < 2:
+                await asyncio.sleep(0.01)
+            assert not client._stalled()
+            client.heard -= 1000
+            assert client._stalled()
+            client.kill()
+            with pytest.raises(Unavailable):
+                await hung
+
+    run(test())
+
+
 def test_o07_a_drain_refuses_what_has_not_started(tmp_path: Path) -> None:
     async def test() -> None:
         async with engine(tmp_path, "max_num_seqs=2", "step=0.02") as client:

@@ -20,9 +20,10 @@ PROCESSES = FRONTS - 1 + 1  # the other fronts and one engine
 
 
 @contextmanager
-def several(folder: Path) -> Iterator[Live]:
+def several(folder: Path, restarts: int = 10) -> Iterator[Live]:
     words = ["max_num_seqs=64", "max_queued=64", "step=0.005"]
-    with serve_scripted(folder, *words, api_servers=FRONTS, shutdown_timeout=5.0) as live:
+    settings = {"api_servers": FRONTS, "shutdown_timeout": 5.0, "engine_restarts": restarts}
+    with serve_scripted(folder, *words, **settings) as live:
         live.wait(lambda: "fronts share the port" in "".join(live.output), 60)
         yield live
 
@@ -110,13 +111,37 @@ def test_sigterm_lets_every_front_finish(mortal: Live) -> None:
 
 
 @pytest.mark.parametrize("victim", ["front", "engine"])
-def test_a_death_ends_the_server(mortal: Live, victim: str) -> None:
-    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in mortal.engines()}
-    pid = next(pid for pid, command in commands.items() if ("server.front" in command) == (victim == "front"))
-    os.kill(pid, signal.SIGKILL)
-    assert mortal.exit_code(15) != 0
-    for other in commands:
-        assert not Path(f"/proc/{other}").exists()
+def test_a_death_ends_the_server(t_lm: Path, victim: str) -> None:
+    with several(t_lm, restarts=0) as mortal:
+        commands = commands_of(mortal)
+        pid = next(pid for pid, command in commands.items() if ("server.front" in command) == (victim == "front"))
+        os.kill(pid, signal.SIGKILL)
+        assert mortal.exit_code(15) != 0
+        for other in commands:
+            assert not Path(f"/proc/{other}").exists()
+
+
+def commands_of(live: Live) -> dict[int, str]:
+    return {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in live.engines()}
+
+
+def test_every_front_follows_a_restarted_engine(mortal: Live) -> None:
+    for _ in range(2):
+        engine = next(pid for pid, command in commands_of(mortal).items() if "server.front" not in command)
+        with ThreadPoolExecutor(12) as pool:
+            answers = [pool.submit(ask, mortal, 900) for _ in range(12)]
+            mortal.wait(lambda: metric(mortal, "num_requests_running") == 12, 5)
+            os.kill(engine, signal.SIGKILL)
+            assert {(a.result().status_code, a.result().json()["error"]["code"]) for a in answers} == {
+                (503, "engine_dead")
+            }
+            mortal.wait(lambda: all(ask(mortal, 1).status_code == 200 for _ in range(12)), 20)
+            assert {answer.status_code for answer in pool.map(lambda _: ask(mortal, 5), range(24))} == {200}
+    assert len(mortal.engines()) == PROCESSES
+    refused = mortal.post("/v1/models/lm/reload")
+    assert refused.status_code == 400
+    assert "--api-servers" in refused.json()["error"]["message"]
+    assert "Traceback" not in "".join(mortal.output)
 
 
 def test_a_second_server_on_the_port_is_refused(live: Live, t_lm: Path) -> None:

@@ -145,6 +145,38 @@ def test_o01_a_killed_engine_is_seen_and_ends_the_server(t_lm: Path) -> None:
         assert live.exit_code(6) == 1
 
 
+def test_a_second_server_takes_the_port_over(t_lm: Path) -> None:
+    """New connections all the time, and streams that run across the change: all are answered."""
+    body = {"model": "lm", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    stop = threading.Event()
+
+    def keep_asking(live: Live) -> list[int]:
+        found = []
+        with httpx.Client(transport=httpx.HTTPTransport(retries=1), timeout=30) as client:
+            while not stop.is_set():
+                headers = {"connection": "close"}
+                found.append(client.post(live.url + "/v1/completions", json=body, headers=headers).status_code)
+        return found
+
+    words = ("step=0.01", "max_num_seqs=16", "max_queued=64")
+    with serve_scripted(t_lm, *words, reuse_port=True) as old, ThreadPoolExecutor(8) as pool:
+        port = int(old.url.rsplit(":", 1)[1])
+        asking = [pool.submit(keep_asking, old) for _ in range(3)]
+        running = start_streams(old, pool, 3, 150)
+        with serve_scripted(t_lm, *words, reuse_port=True, port=port) as new:
+            new.wait(lambda: "listening now" in "".join(new.output), 20)
+            old.signal(signal.SIGTERM)
+            assert all(future.result(20).endswith("data: [DONE]\n\n") for future in running)
+            assert old.exit_code(10) == 0
+            answered = new.post("/v1/completions", body)
+            assert answered.status_code == 200
+            stop.set()
+            codes = [code for future in asking for code in future.result(20)]
+            assert set(codes) == {200}
+            assert len(codes) > 3
+            assert "Traceback" not in "".join(old.output + new.output)
+
+
 def test_a_model_that_is_refused_ends_the_server_with_its_reason(t_lm: Path) -> None:
     with serve_scripted(t_lm, "refuse=no room for this model", ready=False) as live:
         assert live.exit_code(20) == 2

@@ -10,8 +10,10 @@
 namespace anycore {
 namespace {
 
-constexpr long ROWS = 128;          // of a task: they stay in a core's cache while a panel passes by
-constexpr long SERIAL = 1L << 18;   // products that are done before another thread has woken up
+constexpr long SERIAL = 1L << 18;          // products that are done before another thread has woken up
+constexpr long ROWS_BYTES = 512L << 10;    // of a task: they stay in a core's second cache while panels pass by
+constexpr long PANELS_BYTES = 256L << 10;  // of a task: they stay there while blocks of rows pass by
+constexpr long TASKS = 32;                 // that there should be before any becomes larger
 
 template <class T, class Out>
 void finish(const float* sums, long rows, long columns, const T* bias, Out* out, long stride) {
@@ -28,31 +30,43 @@ void finish(const float* sums, long rows, long columns, const T* bias, Out* out,
 template <class T, class Out>
 void linear(const T* x, long rows, long stride, const T* packed, long inputs, long outputs, const T* bias, Out* out) {
     const long padded = padded_inputs<T>(inputs);
-    static thread_local Scratch scratch;
-    if (padded != inputs) {  // the kernel reads whole steps of inputs
+    const bool serial = rows * padded * outputs < SERIAL;
+    const auto each = [serial](long count, const auto& task) {
+        if (!serial) return parallel_for(count, task);
+        for (long i = 0; i < count; i++) task(i);
+    };
+    if (IN_TILES<T> || padded != inputs) {
+        static thread_local Scratch scratch;
         scratch.reserve(static_cast<size_t>(rows * padded) * sizeof(T), 1);
         T* copy = scratch.take<T>(rows * padded);
-        for (long r = 0; r < rows; r++) {
-            std::copy_n(x + r * stride, inputs, copy + r * padded);
-            std::fill_n(copy + r * padded + inputs, padded - inputs, T{});
-        }
+        each((rows + BLOCK - 1) / BLOCK, [=](long block) {
+            const long first = block * BLOCK;
+            lay_out(x + first * stride, std::min(BLOCK, rows - first), stride, inputs, copy + first * padded);
+        });
         x = copy;
         stride = padded;
     }
-    const long panels = (outputs + COLUMNS - 1) / COLUMNS;
-    const long blocks = (rows + ROWS - 1) / ROWS;
-    const auto task = [&](long index) {
-        const long panel = index % panels, first = index / panels * ROWS;
-        const long count = std::min(ROWS, rows - first), column = panel * COLUMNS;
-        alignas(64) float sums[ROWS * COLUMNS];
-        multiply(count, x + first * stride, stride, packed + panel * COLUMNS * padded, padded, sums, COLUMNS, false);
-        finish(sums, count, std::min<long>(COLUMNS, outputs - column), bias ? bias + column : nullptr,
-               out + first * outputs + column, outputs);
-    };
-    if (rows * padded * outputs < SERIAL)
-        for (long i = 0; i < panels * blocks; i++) task(i);
-    else
-        parallel_for(panels * blocks, task);
+    const long row_bytes = padded * static_cast<long>(sizeof(T));
+    const long panels = (outputs + COLUMNS - 1) / COLUMNS, blocks = (rows + BLOCK - 1) / BLOCK;
+    const long most = std::max(1L, ROWS_BYTES / (row_bytes * BLOCK)), parts = (blocks + most - 1) / most;
+    const long together = (blocks + parts - 1) / parts * BLOCK, chunks = (rows + together - 1) / together;
+    const long run = std::max(1L, std::min(PANELS_BYTES / (row_bytes * COLUMNS), panels * chunks / TASKS));
+    const long runs = (panels + run - 1) / run;
+    each(runs * chunks, [=](long index) {
+        index = runs * chunks - 1 - index;  // they are taken from the last one on
+        const long first_row = index / runs * together, first_panel = index % runs * run;
+        const long last_row = std::min(rows, first_row + together), last_panel = std::min(panels, first_panel + run);
+        alignas(64) float sums[BLOCK * COLUMNS];
+        Blocks product;
+        for (long row = first_row; row < last_row; row += BLOCK)
+            for (long panel = first_panel; panel < last_panel; panel++) {
+                const long count = std::min(BLOCK, last_row - row), column = panel * COLUMNS;
+                product.multiply(count, x + row * stride, stride, packed + column * padded, padded, sums,
+                                 row == first_row);
+                finish(sums, count, std::min<long>(COLUMNS, outputs - column), bias ? bias + column : nullptr,
+                       out + row * outputs + column, outputs);
+            }
+    });
 }
 
 // weight [outputs, inputs] with rows `stride` apart → panels. Rows are read as they lie, some inputs at a time, so that

@@ -1,6 +1,8 @@
 // The product of rows and a panel: in registers, or in the tiles of AMX.
 #include "panels.hpp"
 
+#include <algorithm>
+
 #include "tiles.hpp"
 
 namespace anycore {
@@ -91,7 +93,54 @@ void multiply_tiles(const bf16* x, long stride, const bf16* panel, long inputs, 
     }
 }
 
+constexpr long AHEAD = 8192;  // bytes of panels that are on their way from memory
+
+template <long FROM, int... LINES>
+INLINE void prefetch(const void* place, std::integer_sequence<int, LINES...>) {
+    (__builtin_prefetch(static_cast<const char*>(place) + FROM + LINES * 64, 0, 2), ...);  // into the second cache
+}
+
+// out[upper + lower][32] = the product of rows in tiles and a panel.
+template <bool TWO, bool COLD>
+void multiply_block(const bf16* x, long upper, long lower, const bf16* panel, long inputs, float* out) {
+    constexpr int STRIDE = COLUMNS * 4;  // bytes
+    const bf16* below = x + upper * inputs;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long k = 0; k < inputs; k += 32) {
+        const bf16* columns = panel + k * COLUMNS;
+        _tile_loadd(6, columns, STRIDE);
+        _tile_loadd(7, columns + 32, STRIDE);
+        _tile_loadd(4, x + k * upper, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (TWO) {
+            _tile_loadd(5, below + k * lower, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        if (COLD) prefetch<AHEAD>(columns, std::make_integer_sequence<int, 32>());
+    }
+    _tile_stored(0, out, STRIDE);
+    _tile_stored(1, out + 16, STRIDE);
+    if (TWO) {
+        _tile_stored(2, out + 16 * COLUMNS, STRIDE);
+        _tile_stored(3, out + 16 * COLUMNS + 16, STRIDE);
+    }
+}
+
 #endif
+
+template <class T>
+void copy_padded(const T* x, long rows, long stride, long inputs, T* out) {
+    const long padded = padded_inputs<T>(inputs);
+    for (long r = 0; r < rows; r++, x += stride, out += padded) {
+        std::copy_n(x, inputs, out);
+        std::fill_n(out + inputs, padded - inputs, T{});
+    }
+}
 
 }  // namespace
 
@@ -117,5 +166,54 @@ void multiply(long rows, const bf16* x, long stride, const bf16* panel, long inp
     multiply_all(rows, x, stride, panel, inputs, out, out_stride, add);
 #endif
 }
+
+void lay_out(const float* x, long rows, long stride, long inputs, float* out) {
+    copy_padded(x, rows, stride, inputs, out);
+}
+
+void lay_out(const bf16* x, long rows, long stride, long inputs, bf16* out) {
+#if defined(__AMX_BF16__)
+    for (; rows > 0; rows -= 16, x += 16 * stride) {
+        const long height = rows < 16 ? rows : 16;
+        for (long k = 0; k < inputs; k += 32)
+            for (long r = 0; r < height; r++, out += 32) {
+                const auto there = inputs - k < 32 ? _cvtu32_mask32((1U << (inputs - k)) - 1) : ~__mmask32{};
+                _mm512_store_si512(out, _mm512_maskz_loadu_epi16(there, x + r * stride + k));
+            }
+    }
+#else
+    copy_padded(x, rows, stride, inputs, out);
+#endif
+}
+
+void Blocks::multiply(long rows, const float* x, long stride, const float* panel, long inputs, float* out, bool) {
+    multiply_all(rows, x, stride, panel, inputs, out, COLUMNS, false);
+}
+
+#if defined(__AMX_BF16__)
+
+void Blocks::multiply(long rows, const bf16* x, long, const bf16* panel, long inputs, float* out, bool cold) {
+    const long upper = rows < 16 ? rows : 16, lower = rows - upper;
+    if (shaped_ != rows) shape_tiles(static_cast<int>(upper), static_cast<int>(lower));
+    shaped_ = rows;
+    const auto product = lower > 0 ? cold ? multiply_block<true, true> : multiply_block<true, false>
+                         : cold    ? multiply_block<false, true>
+                                   : multiply_block<false, false>;
+    product(x, upper, lower, panel, inputs, out);
+}
+
+Blocks::~Blocks() {
+    if (shaped_ > 0) _tile_release();
+}
+
+#else
+
+void Blocks::multiply(long rows, const bf16* x, long stride, const bf16* panel, long inputs, float* out, bool) {
+    multiply_all(rows, x, stride, panel, inputs, out, COLUMNS, false);
+}
+
+Blocks::~Blocks() = default;
+
+#endif
 
 }  // namespace anycore

@@ -11,16 +11,18 @@ import triton.language as tl
 from torch import Tensor
 
 from anycore_cuda.kernels.launch import launch
+from anycore_cuda.kernels.rounded_cache import as_stored, widened
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _span(
-    acc, best, total, q, k_ptr, v_ptr, table, position, seq_len, lo, hi,
+    acc, best, total, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, position, seq_len, lo, hi,
     kv_stride, block_stride, scale, window, softcap,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PAGED: tl.constexpr, KIND: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     # Take the keys lo … hi - 1 into the running softmax, in powers of 2; without MASKED every row sees all of them.
     key = tl.arange(0, KEYS)
@@ -37,7 +39,8 @@ def _span(
                 block = tl.load(table + token // SIZE, mask=known, other=0).to(tl.int64)
             else:
                 block = tl.load(table + token // SIZE).to(tl.int64)
-            paged_at = (block * block_stride + (token % SIZE) * DIM)[:, None] + at[None, :]
+            place = block * block_stride + (token % SIZE) * DIM
+            paged_at = place[:, None] + at[None, :]
             k_at, v_at = k_ptr + paged_at, v_ptr + paged_at
         else:
             k_at, v_at = k_ptr + packed_at, v_ptr + packed_at
@@ -50,7 +53,12 @@ def _span(
         else:
             k = tl.load(k_at)
             v = tl.load(v_at)
+        if KIND != "":
+            k = as_stored(k, q.dtype, KIND)
+            v = widened(v, tl.load(v_scales_ptr + place // DIM, mask=known, other=0.0), q.dtype, KIND)
         scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        if KIND != "":
+            scores *= tl.load(k_scales_ptr + place // DIM, mask=known, other=0.0).to(tl.float32)[None, :]
         if CAP:
             scores = softcap * LOG2E * (2.0 * tl.sigmoid(2.0 * scale * scores / softcap) - 1.0)
             factor = 1.0
@@ -78,12 +86,12 @@ def _span(
 
 @triton.jit(do_not_specialize=["table_stride", "window", "group", "tokens"])
 def _attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, tiles_ptr, starts_ptr, lens_ptr, tables_ptr,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, tiles_ptr, starts_ptr, lens_ptr, tables_ptr,
     q_stride, q_head_stride, kv_stride, kv_head_stride, table_stride, block_stride,
     scale, window, softcap, group, tokens,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     KEYS: tl.constexpr, SIZE: tl.constexpr,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PAGED: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, PAGED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     request = tl.load(tiles_ptr + 2 * tl.program_id(0))
     first = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
@@ -115,6 +123,9 @@ def _attend(
 
     k_ptr += kv_head * kv_head_stride
     v_ptr += kv_head * kv_head_stride
+    if KIND != "":
+        k_scales_ptr += kv_head * kv_head_stride // DIM
+        v_scales_ptr += kv_head * kv_head_stride // DIM
     if not PAGED:
         k_ptr += q_start.to(tl.int64) * kv_stride
         v_ptr += q_start.to(tl.int64) * kv_stride
@@ -123,14 +134,14 @@ def _attend(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     acc, best, total = _span(
-        acc, best, total, q, k_ptr, v_ptr, table, position, seq_len, begin, clear,
+        acc, best, total, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, position, seq_len, begin, clear,
         kv_stride, block_stride, scale, window, softcap,
-        DIM, BLOCK_D, KEYS, SIZE, CAP, WINDOW, CAUSAL, PAGED, False,
+        DIM, BLOCK_D, KEYS, SIZE, CAP, WINDOW, CAUSAL, PAGED, KIND, False,
     )  # fmt: skip
     acc, best, total = _span(
-        acc, best, total, q, k_ptr, v_ptr, table, position, seq_len, clear, end,
+        acc, best, total, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, position, seq_len, clear, end,
         kv_stride, block_stride, scale, window, softcap,
-        DIM, BLOCK_D, KEYS, SIZE, CAP, WINDOW, CAUSAL, PAGED, True,
+        DIM, BLOCK_D, KEYS, SIZE, CAP, WINDOW, CAUSAL, PAGED, KIND, True,
     )  # fmt: skip
     out_at = (q_row * tl.num_programs(1) * group + head[:, None]) * DIM + at[None, :]
     tl.store(out_ptr + out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -164,11 +175,14 @@ def attend(
     window: int | None,
     softcap: float | None,
     shape: tuple[int, int, int] | None = None,
+    scales: Tensor | None = None,
+    kind: str = "",
 ) -> None:
     """Write the attention of the rows in `tiles` to `out` [T, Hq, D].
 
     `tiles` [n, 2] int32 are (request, first row within it), each of `rows // group` tokens. With `tables` [B, P] int32,
-    k and v are the sides [blocks, Hkv, size, D] of a cache, else the batch's own rows [T, Hkv, D].
+    k and v are the sides [blocks, Hkv, size, D] of a cache, else the batch's own rows [T, Hkv, D]. A rounded cache has
+    `scales` [2, blocks, Hkv, size], and a `kind` of numbers.
     """
     heads, dim = q.shape[1:]
     kv_heads = k.shape[1]
@@ -178,11 +192,12 @@ def attend(
     paged = tables is not None
     launch(
         _attend, (len(tiles), kv_heads),
-        q, k, v, out, tiles, starts, lens, tables if tables is not None else lens,
+        q, k, v, k if scales is None else scales[0], v if scales is None else scales[1],
+        out, tiles, starts, lens, tables if tables is not None else lens,
         q.stride(0), q.stride(1), 0 if paged else k.stride(0), k.stride(1),
         tables.stride(0) if tables is not None else 0, k.stride(0) if paged else 0,
         scale, 1 << 29 if window is None else window, softcap or 0.0, group, rows // group,
         ROWS=rows, DIM=dim, BLOCK_D=block_d, KEYS=keys, SIZE=k.shape[2] if paged else 1,
-        CAP=softcap is not None, WINDOW=window is not None, CAUSAL=causal, PAGED=paged,
+        CAP=softcap is not None, WINDOW=window is not None, CAUSAL=causal, PAGED=paged, KIND=kind,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore.contract.rounded import RoundedCache
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
 from anycore_cuda.kernels.rotary import prepared
+from anycore_cuda.kernels.rounded_cache import as_stored, largest_in, levels_of, parts, scale_of, widened
 
 MIN_ROWS = 16  # of a matrix product
 MAX_SPLITS = 16
@@ -51,12 +53,17 @@ class Raw:
 
 
 @triton.jit
-def weigh(q, k, best, seen, scale, softcap, unit, CAP: tl.constexpr, MASKED: tl.constexpr):
+def weigh(q, k, k_scale, best, seen, scale, softcap, unit, CAP: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr):
     """Weights of some keys [ROWS, KEYS], the highest score so far, and the factor for what was summed before.
 
-    A score times `unit` is an exponent of 2, so that one multiply-add a score is left to do.
+    A score times `unit` is an exponent of 2, so that one multiply-add a score is left to do. The numbers of a rounded
+    cache are multiplied as they are, and by their scales afterwards.
     """
+    if KIND != "":
+        k = as_stored(k, q.dtype, KIND)
     scores = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+    if KIND != "":
+        scores *= k_scale.to(tl.float32)[None, :]
     if CAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scale * scores / softcap) - 1.0)
     if MASKED:
@@ -91,14 +98,14 @@ def _join(acc, best, total, acc_ptr, stats_ptr, part, stride, count, known, head
 
 @triton.jit(do_not_specialize=["table_stride", "window", "splits", "group", "shared_splits"])
 def _decode(
-    q_ptr, cache_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr, tables_ptr, lens_ptr, starts_ptr, requests_ptr,
+    q_ptr, cache_ptr, scales_ptr, out_ptr, acc_ptr, stats_ptr, done_ptr, tables_ptr, lens_ptr, starts_ptr, requests_ptr,
     shared_ptr, shared_acc_ptr, shared_stats_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, slots_ptr,
     q_stride, q_head_stride, table_stride, side_stride, block_stride, head_stride,
     scale, window, softcap, splits, group, shared_splits, eps,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
     KEYS: tl.constexpr, MIN_BLOCKS: tl.constexpr, CAP: tl.constexpr,
     LISTED: tl.constexpr, MIXED: tl.constexpr, SHARED: tl.constexpr,
-    RAW: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
+    RAW: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     wait(EARLY)
@@ -150,6 +157,13 @@ def _decode(
             v = tl.load(v_ptr[:, None] + at[None, :], mask=inside, other=0.0)
             slot = tl.load(slots_ptr + q_row)
             to = slot // SIZE * block_stride + kv_head * head_stride + slot % SIZE * DIM
+            if KIND != "":
+                k_scale = scale_of(largest_in(k), KIND)
+                v_scale = scale_of(largest_in(v), KIND)
+                tl.store(scales_ptr + to // DIM + tl.arange(0, 1), k_scale)
+                tl.store(scales_ptr + (side_stride + to) // DIM + tl.arange(0, 1), v_scale)
+                k = levels_of(k, k_scale, KIND)
+                v = levels_of(v, v_scale, KIND)
             tl.store(cache_ptr + to + at[None, :], k, mask=inside)
             tl.store(cache_ptr + side_stride + to + at[None, :], v, mask=inside)
             tl.debug_barrier()  # the program's other threads are about to read them
@@ -166,9 +180,13 @@ def _decode(
         inside = seen[:, None] & (at < DIM)[None, :]
         k = tl.load(cache_ptr + key_at[:, None] + at[None, :], mask=inside, other=0.0)
         v = tl.load(cache_ptr + side_stride + key_at[:, None] + at[None, :], mask=inside, other=0.0)
+        k_scale = seen
+        if KIND != "":
+            k_scale = tl.load(scales_ptr + key_at // DIM, mask=seen, other=0.0)
+            v = widened(v, tl.load(scales_ptr + (side_stride + key_at) // DIM, mask=seen, other=0.0), q.dtype, KIND)
         ahead = token + KEYS
         block = tl.load(table + ahead // SIZE, mask=ahead < end, other=0)
-        p, best, fade = weigh(q, k, best, seen, scale, softcap, unit, CAP, True)
+        p, best, fade = weigh(q, k, k_scale, best, seen, scale, softcap, unit, CAP, True, KIND)
         weights = weights * fade[:, None] + p
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
     best *= unit
@@ -218,7 +236,7 @@ def splits_of(requests: int, kv_heads: int, processors: int) -> int:
 
 def decode(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | RoundedCache,
     out: Tensor,
     tables: Tensor,
     lens: Tensor,
@@ -244,7 +262,8 @@ def decode(
     from the projection: heads are prepared, k and v stored here; neither `starts` nor `prefix` goes with it.
     """
     heads, dim = q.shape[1:]
-    kv_heads = cache.shape[2]
+    data, scales, kind = parts(cache)
+    kv_heads = data.shape[2]
     group = heads // kv_heads
     count = len(q) if requests is None else len(requests)
     rows = max(MIN_ROWS, triton.next_power_of_2(group))
@@ -264,16 +283,16 @@ def decode(
         norms, angles = raw.norms, raw.angles
     q_weight, k_weight, eps = norms or (q, q, 0.0)
     keys, warps, stages = shape or shape_of(block_d, q.element_size())
-    side, block, head, _, _ = cache.stride()
+    side, block, head, _, _ = data.stride()
     launch(
-        _decode, (count, kv_heads, splits), q, cache, out, acc, stats, counters, tables, lens,
+        _decode, (count, kv_heads, splits), q, data, scales, out, acc, stats, counters, tables, lens,
         lens if starts is None else starts, lens if requests is None else requests, *shared,
         q_weight, k_weight, *(angles or (q, q)), lens if raw is None else raw.slots,
         q.stride(0), q.stride(1), tables.stride(0), side, block, head,
         scale, 1 << 30 if window is None else window, softcap or 0.0, splits, group, prefix.splits if prefix else 1,
         eps,
-        ROWS=rows, DIM=dim, BLOCK_D=block_d, SIZE=cache.shape[3], KEYS=keys, MIN_BLOCKS=max(1, MIN_KEYS // keys),
+        ROWS=rows, DIM=dim, BLOCK_D=block_d, SIZE=data.shape[3], KEYS=keys, MIN_BLOCKS=max(1, MIN_KEYS // keys),
         CAP=softcap is not None, LISTED=requests is not None, MIXED=starts is not None, SHARED=prefix is not None,
-        RAW=raw is not None, NORM=norms is not None, ROTATE=angles is not None, EARLY=early,
+        RAW=raw is not None, NORM=norms is not None, ROTATE=angles is not None, KIND=kind, EARLY=early,
         num_warps=warps, num_stages=stages, **launch_options(early),
     )  # fmt: skip

@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore.contract.rounded import RoundedCache
 from anycore_cuda.kernels.decode import GRAIN, LOG2E, MAX_SPLITS, Prefix, shared_part, weigh
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
+from anycore_cuda.kernels.rounded_cache import parts, widened
 
 Shape = tuple[int, int, int, int, int]
 """Rows of a tile (requests times query heads), keys a step, warps, pipeline stages, and programs a processor runs."""
@@ -21,11 +23,11 @@ Shape = tuple[int, int, int, int, int]
 
 @triton.jit(do_not_specialize=["count", "splits", "group"])
 def _prefix(
-    q_ptr, cache_ptr, acc_ptr, stats_ptr, tokens_ptr, table_ptr,
+    q_ptr, cache_ptr, scales_ptr, acc_ptr, stats_ptr, tokens_ptr, table_ptr,
     q_stride, q_head_stride, side_stride, block_stride, head_stride,
     scale, softcap, count, splits, group,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    CAP: tl.constexpr, EARLY: tl.constexpr,
+    CAP: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     wait(EARLY)
@@ -55,6 +57,7 @@ def _prefix(
     for first in range(begin, end, KEYS):
         token = first + tl.arange(0, KEYS)
         key_at = block.to(tl.int64) * block_stride + (token % SIZE) * DIM
+        scale_at = scales_ptr + (kv_head * head_stride + key_at) // DIM
         key_at = key_at[:, None] + at[None, :]
         if DIM == BLOCK_D:
             k = tl.load(k_ptr + key_at)
@@ -62,9 +65,13 @@ def _prefix(
         else:
             k = tl.load(k_ptr + key_at, mask=(at < DIM)[None, :], other=0.0)
             v = tl.load(k_ptr + side_stride + key_at, mask=(at < DIM)[None, :], other=0.0)
+        k_scale = token
+        if KIND != "":
+            k_scale = tl.load(scale_at)
+            v = widened(v, tl.load(scale_at + side_stride // DIM), q.dtype, KIND)
         ahead = token + KEYS
         block = tl.load(table_ptr + ahead // SIZE, mask=ahead < end, other=0)
-        p, best, fade = weigh(q, k, best, token, scale, softcap, unit, CAP, False)
+        p, best, fade = weigh(q, k, k_scale, best, token, scale, softcap, unit, CAP, False, KIND)
         total = total * fade + tl.sum(p, axis=1)
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
 
@@ -83,7 +90,7 @@ def shape_of(block_d: int, element_size: int) -> Shape:
 
 def prefix(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | RoundedCache,
     tables: Tensor,
     tokens: Tensor,
     scale: float,
@@ -98,7 +105,8 @@ def prefix(
     that they may change in a captured graph; those that find no keys leave at once.
     """
     count, heads, dim = q.shape
-    kv_heads = cache.shape[2]
+    data, scales, kind = parts(cache)
+    kv_heads = data.shape[2]
     group = heads // kv_heads
     block_d = triton.next_power_of_2(dim)
     rows, keys, warps, stages, programs = shape or shape_of(block_d, q.element_size())
@@ -107,12 +115,12 @@ def prefix(
     splits = max(1, min(MAX_SPLITS, programs * processors // (tiles * kv_heads)))
     acc = q.new_empty(splits, count, heads, block_d, dtype=torch.float32)
     stats = q.new_empty(splits, count, heads, 2, dtype=torch.float32)
-    side, block, head, _, _ = cache.stride()
+    side, block, head, _, _ = data.stride()
     launch(
-        _prefix, (tiles, kv_heads, splits), q, cache, acc, stats, tokens, tables,
+        _prefix, (tiles, kv_heads, splits), q, data, scales, acc, stats, tokens, tables,
         q.stride(0), q.stride(1), side, block, head,
         scale, softcap or 0.0, count, splits, group,
-        ROWS=rows, DIM=dim, BLOCK_D=block_d, SIZE=cache.shape[3], KEYS=keys, CAP=softcap is not None,
-        EARLY=early, num_warps=warps, num_stages=stages, **launch_options(early),
+        ROWS=rows, DIM=dim, BLOCK_D=block_d, SIZE=data.shape[3], KEYS=keys, CAP=softcap is not None,
+        KIND=kind, EARLY=early, num_warps=warps, num_stages=stages, **launch_options(early),
     )  # fmt: skip
     return Prefix(tokens, splits, acc, stats)

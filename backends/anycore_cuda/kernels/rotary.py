@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from anycore.contract.rounded import RoundedCache
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
+from anycore_cuda.kernels.rounded_cache import largest_in, levels_of, parts, scale_of
 
 TOKENS = 16
 FEW = 64
@@ -43,10 +45,10 @@ def prepared(
 
 @triton.jit(do_not_specialize=["rows"])
 def _prepare(
-    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, cache_ptr,
+    qkv_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, cache_ptr, scales_ptr,
     rows, stride, block_size, side_stride, block_stride, head_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    NORM: tl.constexpr, ROTATE: tl.constexpr, STORE: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, ROTATE: tl.constexpr, STORE: tl.constexpr, KIND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     wait(EARLY)
@@ -89,15 +91,22 @@ def _prepare(
             if head >= HEADS + KV_HEADS:
                 place += side_stride
             cache_at = cache_ptr + place[:, None] + pair[None, :]
-            tl.store(cache_at, first.to(dtype), mask=inside)
-            tl.store(cache_at + HALF, second.to(dtype), mask=inside)
+            if KIND == "":
+                tl.store(cache_at, first.to(dtype), mask=inside)
+                tl.store(cache_at + HALF, second.to(dtype), mask=inside)
+            else:
+                one, other = first.to(dtype), second.to(dtype)
+                stored = scale_of(tl.maximum(largest_in(one), largest_in(other)), KIND)
+                tl.store(cache_at, levels_of(one, stored, KIND), mask=inside)
+                tl.store(cache_at + HALF, levels_of(other, stored, KIND), mask=inside)
+                tl.store(scales_ptr + place // (2 * HALF), stored, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _store(
-    k_ptr, v_ptr, slots_ptr, cache_ptr, rows, k_stride, k_head_stride, v_stride, v_head_stride,
+    k_ptr, v_ptr, slots_ptr, cache_ptr, scales_ptr, rows, k_stride, k_head_stride, v_stride, v_head_stride,
     block_size, side_stride, block_stride, head_stride,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
@@ -109,8 +118,16 @@ def _store(
     wide = row.to(tl.int64)[:, None]
     k = tl.load(k_ptr + wide * k_stride + head * k_head_stride + at[None, :], mask=inside, other=0.0)
     v = tl.load(v_ptr + wide * v_stride + head * v_head_stride + at[None, :], mask=inside, other=0.0)
-    tl.store(to, k, mask=inside)
-    tl.store(to + side_stride, v, mask=inside)
+    if KIND == "":
+        tl.store(to, k, mask=inside)
+        tl.store(to + side_stride, v, mask=inside)
+    else:
+        k_scale = scale_of(largest_in(k), KIND)
+        v_scale = scale_of(largest_in(v), KIND)
+        tl.store(to, levels_of(k, k_scale, KIND), mask=inside)
+        tl.store(to + side_stride, levels_of(v, v_scale, KIND), mask=inside)
+        tl.store(scales_ptr + place // DIM, k_scale, mask=row < rows)
+        tl.store(scales_ptr + (side_stride + place) // DIM, v_scale, mask=row < rows)
 
 
 def prepare_heads(
@@ -119,7 +136,7 @@ def prepare_heads(
     kv_heads: int,
     angles: tuple[Tensor, Tensor] | None,
     norms: tuple[Tensor, Tensor, float] | None,
-    cache: Tensor | None,
+    cache: Tensor | RoundedCache | None,
     slots: Tensor | None,
     early: bool = False,
 ) -> None:
@@ -133,26 +150,28 @@ def prepare_heads(
     tokens = 1 if rows <= FEW else TOKENS
     cos, sin = angles if angles is not None else (qkv, qkv)
     q_weight, k_weight, eps = norms if norms is not None else (qkv, qkv, 0.0)
-    side, block, head, _, _ = (0, 0, 0, 0, 0) if cache is None else cache.stride()
+    data, scales, kind = parts(qkv if cache is None else cache)
+    side, block, head = (0, 0, 0) if cache is None else data.stride()[:3]
     launch(
         _prepare, (triton.cdiv(rows, tokens), count if cache is not None else heads + kv_heads),
-        qkv, cos, sin, q_weight, k_weight, qkv if slots is None else slots, qkv if cache is None else cache,
-        rows, qkv.stride(0), 1 if cache is None else cache.shape[3], side, block, head, eps,
+        qkv, cos, sin, q_weight, k_weight, qkv if slots is None else slots, data, scales,
+        rows, qkv.stride(0), 1 if cache is None else data.shape[3], side, block, head, eps,
         HEADS=heads, KV_HEADS=kv_heads, HALF=dim // 2, BLOCK=triton.next_power_of_2(dim // 2), TOKENS=tokens,
-        NORM=norms is not None, ROTATE=angles is not None, STORE=cache is not None, EARLY=early,
+        NORM=norms is not None, ROTATE=angles is not None, STORE=cache is not None, KIND=kind, EARLY=early,
         num_warps=1 if tokens == 1 else 2, **launch_options(early),
     )  # fmt: skip
 
 
-def store(k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> None:
+def store(k: Tensor, v: Tensor, cache: Tensor | RoundedCache, slots: Tensor) -> None:
     """Write rows k, v [T, Hkv, D] at `slots` of a cache [2, blocks, Hkv, size, D]."""
     rows, heads, dim = k.shape
     if rows == 0:
         return
-    side, block, head, _, _ = cache.stride()
+    data, scales, kind = parts(cache)
+    side, block, head, _, _ = data.stride()
     launch(
         _store, (triton.cdiv(rows, TOKENS), heads),
-        k, v, slots, cache, rows, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        cache.shape[3], side, block, head,
-        DIM=dim, BLOCK=triton.next_power_of_2(dim), TOKENS=TOKENS, num_warps=2,
+        k, v, slots, data, scales, rows, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        data.shape[3], side, block, head,
+        DIM=dim, BLOCK=triton.next_power_of_2(dim), TOKENS=TOKENS, KIND=kind, num_warps=2,
     )  # fmt: skip

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from anycore.bench.load import Load
+from anycore.bench.load import Body, Load
 
 READ_BYTES = 2**18
+SLACK_SECONDS = 0.01  # the last arrival of a rate falls on the end of the duration
 
 
 class Outcome(msgspec.Struct):
@@ -80,15 +79,36 @@ class Client:
             read_bufsize=READ_BYTES,
         )
 
-    async def send(self, body: bytes) -> Outcome:
-        """Send one request and read its answer to the end; what goes wrong is part of the outcome."""
+    async def converse(self, turns: list[Body]) -> list[Outcome]:
+        """Send the turns of a conversation, each with all that was said before; a failure ends it."""
+        outcomes: list[Outcome] = []
+        said: list[Any] = []
+        for body in turns:
+            if len(turns) > 1:
+                said += body["messages"]
+                body = body | {"messages": said}
+            answer: list[str] = []
+            outcomes.append(await self.send(msgspec.json.encode(body), answer))
+            if outcomes[-1].error:
+                break
+            said.append({"role": "assistant", "content": "".join(answer)})
+        return outcomes
+
+    async def send(self, body: bytes, answer: list[str] | None = None) -> Outcome:
+        """Send one request and read its answer to the end; what goes wrong is part of the outcome.
+
+        Of a chat's answer the pieces of text are added to `answer`.
+        """
         outcome = Outcome(time.monotonic())
         try:
             async with self.session.post(self.load.target, data=body) as response:
                 outcome.status = response.status
                 if response.status != 200:
                     raise Failure((await response.text())[:500])
-                usage = await (self._stream(response, outcome) if self.load.streamed else self._whole(response))
+                if self.load.streamed:
+                    usage = await self._stream(response, outcome, [] if answer is None else answer)
+                else:
+                    usage = await self._whole(response)
             outcome.input_tokens = usage.prompt_tokens or usage.total_tokens
             outcome.output_tokens = usage.completion_tokens or 0
         except (Failure, aiohttp.ClientError, asyncio.TimeoutError, msgspec.DecodeError) as error:
@@ -102,7 +122,7 @@ class Client:
             raise Failure("the answer has no usage, so its tokens cannot be counted")
         return reply.usage
 
-    async def _stream(self, response: aiohttp.ClientResponse, outcome: Outcome) -> Usage:
+    async def _stream(self, response: aiohttp.ClientResponse, outcome: Outcome, answer: list[str]) -> Usage:
         usage, last, rest, done = None, 0.0, b"", False
         outcome.gaps = []
         async for data in response.content.iter_any():
@@ -120,6 +140,7 @@ class Client:
                 if reply.error is not None:
                     raise Failure(str(reply.error)[:500])
                 usage = reply.usage or usage
+                answer += [c.delta.content for c in reply.choices if c.delta is not None and c.delta.content]
                 if not has_token(reply.choices, last > 0):
                     continue
                 if last:
@@ -145,39 +166,63 @@ def has_token(choices: list[Choice], begun: bool) -> bool:
     return False
 
 
-def share(load: Load, index: int, processes: int) -> Iterator[tuple[float, bytes]]:
-    """Arrival times and bodies of every n-th request."""
-    pairs = zip(load.arrivals, load.bodies(), strict=True)
-    return ((at, msgspec.json.encode(body)) for at, body in islice(pairs, index, None, processes))
+def share(load: Load, index: int, processes: int) -> Iterable[tuple[float, list[Body]]]:
+    """Arrival times and turns of every n-th conversation; made beforehand where their number is known."""
+    own: Iterator[tuple[float, list[Body]]] = load.conversations(index, processes)
+    return own if load.number is None else list(own)
 
 
 def places(load: Load, index: int, processes: int) -> int | None:
-    """How many of the requests that may be open at once are this process's."""
+    """How many of the conversations that may be open at once are this process's."""
     limit = load.max_concurrency
     return None if limit is None else len(range(index, limit, processes))
 
 
-async def run_share(load: Load, requests: list[tuple[float, bytes]], limit: int | None, start: float) -> list[Outcome]:
-    """Send requests from the moment `start` on, at most `limit` of them open at a time."""
+async def run_share(
+    load: Load, requests: Iterable[tuple[float, list[Body]]], limit: int | None, start: float
+) -> list[Outcome]:
+    """Begin conversations from the moment `start` on, at most `limit` of them open at a time."""
     client = Client(load)
-    gate = asyncio.Semaphore(limit) if limit is not None else nullcontext()
+    gate = asyncio.Semaphore(limit) if limit is not None else None
+    end = None if load.duration is None else start + load.duration
+    running: list[asyncio.Task[list[Outcome]]] = []
 
-    async def one(at: float, body: bytes) -> Outcome:
-        await asyncio.sleep(start + at - time.monotonic())
-        async with gate:
-            return await client.send(body)
+    async def one(turns: list[Body]) -> list[Outcome]:
+        try:
+            return await client.converse(turns)
+        finally:
+            if gate is not None:
+                gate.release()
 
     async with client.session:
-        return await asyncio.gather(*(one(at, body) for at, body in requests))
+        for at, turns in requests:
+            await asyncio.sleep(max(0.0, start + at - time.monotonic()))
+            if gate is not None:
+                await gate.acquire()
+            if end is not None and running and time.monotonic() > end + SLACK_SECONDS:
+                break
+            running.append(asyncio.create_task(one(turns)))
+        return [outcome for outcomes in await asyncio.gather(*running) for outcome in outcomes]
 
 
 async def try_out(load: Load, times: int) -> Outcome | None:
-    """Send the first request a few times, one after another, unmeasured; return the first that failed."""
+    """Send a request that the load does not hold a few times, unmeasured; return the first that failed."""
     client = Client(load)
-    body = msgspec.json.encode(load.bodies()[0])
+    body = msgspec.json.encode(load.conversation(-1)[0])
     async with client.session:
         for _ in range(times):
             outcome = await client.send(body)
             if outcome.error:
                 return outcome
     return None
+
+
+async def about(load: Load) -> Any:
+    """What the server says about its models, for the record; a sentence where it says nothing."""
+    client = Client(load)
+    async with client.session:
+        try:
+            async with client.session.get(f"{load.url}/models") as response:
+                return await response.json(content_type=None)
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"

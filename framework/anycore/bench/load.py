@@ -1,13 +1,17 @@
-"""What is sent to a server, and when: requests made from a seed, or read from a file, and their arrival times."""
+"""What is sent to a server, and when: conversations made from a seed, or read from a file, and their arrival times.
+
+A conversation is one request, or several turns of a chat, each sent with all that was said before it.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +26,20 @@ PATHS = {
 """What is asked of the server, and the path below the base URL."""
 
 GENERATING = ("completions", "chat")
+TRACE_BLOCK = 512
+"""Tokens that one of a recorded trace's `hash_ids` stands for."""
 
 Range = tuple[int, int]
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a file: what is said, turn by turn, and how much is to be answered."""
+
+    prompts: tuple[Any, ...]
+    max_tokens: int | None = None
+    at: float | None = None  # seconds from the first line's arrival
 
 
 @dataclass(frozen=True)
@@ -36,12 +52,15 @@ class Load:
     num_prompts: int = 256
     input_len: Range = (100, 1024)
     output_len: Range = (100, 1024)
-    prefix_len: int = 0  # tokens that all prompts share, before their own
+    prefix_len: int = 0  # tokens that prompts share, before their own
+    num_prefixes: int = 1  # so many different ones, one of which each prompt begins with
+    turns: Range = (1, 1)  # requests of a conversation
     vocab_size: int = 10_000
     documents: int = 100
     request_rate: float = math.inf
     burstiness: float = 1.0
     max_concurrency: int | None = None
+    duration: float | None = None  # seconds in which conversations begin; they then decide how many there are
     seed: int = 0
     file: Path | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # further fields of every body
@@ -57,37 +76,63 @@ class Load:
         return self.endpoint in GENERATING
 
     @cached_property
+    def recorded(self) -> bool:
+        """Whether the file says when its requests come."""
+        return bool(self.rows) and self.rows[0].at is not None
+
+    @property
+    def number(self) -> int | None:
+        """Conversations; None: as many as begin within the duration, each where another has ended."""
+        if self.recorded:
+            return sum(self.duration is None or (row.at or 0.0) <= self.duration for row in self.rows)
+        if self.duration is None:
+            return self.num_prompts
+        return None if math.isinf(self.request_rate) else max(1, round(self.request_rate * self.duration))
+
+    @cached_property
     def arrivals(self) -> list[float]:
-        """Seconds from the start to each request: gamma-distributed gaps, scaled so that the mean rate is exact.
+        """Seconds from the start to each conversation: gamma-distributed gaps, scaled so that the mean rate is exact.
 
         A burstiness of 1 is a Poisson process; less is burstier, more is more even.
         """
+        number = self.number or 0
+        if self.recorded:
+            return [row.at or 0.0 for row in self.rows[:number]]
         if math.isinf(self.request_rate):
-            return [0.0] * self.num_prompts
+            return [0.0] * number
         rng = random.Random(self.seed)
-        times = list(accumulate(rng.gammavariate(self.burstiness, 1.0) for _ in range(self.num_prompts)))
-        scale = self.num_prompts / self.request_rate / times[-1]
+        times = list(accumulate(rng.gammavariate(self.burstiness, 1.0) for _ in range(number)))
+        scale = number / self.request_rate / times[-1]
         return [time * scale for time in times]
 
-    def bodies(self) -> list[dict[str, Any]]:
-        """The JSON bodies, in the order of their arrivals."""
-        rng = random.Random(self.seed)
-        if self.file is not None:
-            return [self._body(prompt, length) for prompt, length in self._read(self.file, rng)]
-        prefix = self._prompt(rng, self.prefix_len)
-        made = []
-        for _ in range(self.num_prompts):
-            length, new_tokens = rng.randint(*self.input_len), rng.randint(*self.output_len)
-            if self.endpoint == "rerank":
-                query, pile = (
-                    self._prompt(rng, 16),
-                    [self._prompt(rng, rng.randint(*self.input_len)) for _ in range(self.documents)],
-                )
-                made.append(self._common() | {"query": query, "documents": pile})
-                continue
-            own = self._prompt(rng, length)
-            made.append(self._body(prefix + own if prefix else own, new_tokens))
-        return made
+    def conversations(self, first: int = 0, step: int = 1) -> Iterator[tuple[float, list[Body]]]:
+        """Arrival times and turns of every `step`-th conversation."""
+        if self.number is None:
+            return ((0.0, self.conversation(index)) for index in count(first, step))
+        return ((self.arrivals[index], self.conversation(index)) for index in range(first, self.number, step))
+
+    def bodies(self) -> list[Body]:
+        """The JSON bodies of all first turns, in the order of their arrivals."""
+        return [turns[0] for _, turns in islice(self.conversations(), self.num_prompts)]
+
+    def conversation(self, index: int) -> list[Body]:
+        """The JSON bodies of one conversation's turns, each without what was said before."""
+        rng = random.Random(f"{self.seed} {index}")
+        if self.rows:
+            row = self.rows[index % len(self.rows)]
+            said = row.prompts[: rng.randint(*self.turns)]
+            return [self._body(prompt, row.max_tokens or rng.randint(*self.output_len)) for prompt in said]
+        if self.endpoint == "rerank":
+            pile = [self._prompt(rng, rng.randint(*self.input_len)) for _ in range(self.documents)]
+            return [self._common() | {"query": self._prompt(rng, 16), "documents": pile}]
+        turns = []
+        for turn in range(rng.randint(*self.turns)):
+            prompt, new_tokens = self._prompt(rng, rng.randint(*self.input_len)), rng.randint(*self.output_len)
+            if self.prefix_len and turn == 0:
+                shared = random.Random(f"{self.seed} prefix {rng.randrange(self.num_prefixes)}")
+                prompt = self._prompt(shared, self.prefix_len) + prompt
+            turns.append(self._body(prompt, new_tokens))
+        return turns
 
     def _prompt(self, rng: random.Random, length: int) -> Any:
         """So many ids where the route takes ids, else so many words."""
@@ -96,14 +141,14 @@ class Load:
             return [rng.randrange(lowest, self.vocab_size) for _ in range(length)]
         return "".join(f" {rng.randrange(1000)}" for _ in range(length))
 
-    def _common(self) -> dict[str, Any]:
+    def _common(self) -> Body:
         return {"model": self.model} | self.extra
 
-    def _body(self, prompt: Any, new_tokens: int) -> dict[str, Any]:
+    def _body(self, prompt: Any, new_tokens: int) -> Body:
+        if isinstance(prompt, Traced):
+            prompt = self._traced(prompt)
         if self.endpoint == "embeddings":
             return self._common() | {"input": prompt}
-        if self.endpoint == "rerank":
-            raise ConfigError("--endpoint rerank has random documents only: leave --workload out", param="workload")
         asked = (
             {"prompt": prompt}
             if self.endpoint == "completions"
@@ -117,31 +162,60 @@ class Load:
         }
         return self._common() | asked | counted
 
-    def _read(self, path: Path, rng: random.Random) -> list[tuple[Any, int]]:
-        """Prompts of a file with one JSON object a line, repeated until there are enough.
+    def _traced(self, prompt: Traced) -> Any:
+        """A prompt of a trace's length; where two have a hash in common, they have those tokens in common."""
+        parts = [self._prompt(random.Random(f"{self.seed} block {key}"), TRACE_BLOCK) for key in prompt.blocks]
+        own = self._prompt(random.Random(f"{self.seed} {prompt}"), max(0, prompt.length - TRACE_BLOCK * len(parts)))
+        whole = [token for part in (*parts, own) for token in (part if isinstance(part, list) else part.split())]
+        return whole[: prompt.length] if isinstance(own, list) else " ".join(whole[: prompt.length])
 
-        An object has `prompt` (text or ids) and perhaps `max_tokens`, or ShareGPT's `conversations`, whose first turn
-        is taken. Without `max_tokens` the length is drawn as for random prompts: no tokenizer is here to count a reply.
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The file: one JSON object a line, or ShareGPT's list of them.
+
+        An object has `prompt` (text or ids) and perhaps `max_tokens` and `at`; or ShareGPT's `conversations`; or a
+        trace's `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`. Without `max_tokens` the
+        length is drawn as for random prompts: no tokenizer is here to count a reply.
         """
-        rows: list[tuple[Any, int | None]] = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if line.strip():
-                rows.append(_row(line, f"{path}:{number}"))
-        if not rows:
-            raise ConfigError(f"--workload {path} holds no prompts", param="workload")
-        repeated = rows * -(-self.num_prompts // len(rows))
-        return [
-            (prompt, length or rng.randint(*self.output_len)) for prompt, length in islice(repeated, self.num_prompts)
-        ]
+        if self.file is None:
+            return []
+        text = self.file.read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            found = [_row(entry, f"{self.file}[{place}]") for place, entry in enumerate(json.loads(text))]
+        else:
+            lines = enumerate(text.splitlines(), 1)
+            found = [_row(line, f"{self.file}:{number}") for number, line in lines if line.strip()]
+        if not found:
+            raise ConfigError(f"--workload {self.file} holds no prompts", param="workload")
+        timed = sum(row.at is not None for row in found)
+        if timed not in (0, len(found)):
+            raise ConfigError(f"--workload {self.file}: {timed} of {len(found)} lines say when they come: all or none",
+                              param="workload")  # fmt: skip
+        return sorted(found, key=lambda row: row.at or 0.0)
 
 
-def _row(line: str, where: str) -> tuple[Any, int | None]:
+@dataclass(frozen=True)
+class Traced:
+    """A prompt of which a trace tells the length and what it shares."""
+
+    length: int
+    blocks: tuple[int, ...]
+
+
+def _row(entry: Any, where: str) -> Row:
     try:
-        row = json.loads(line)
-        prompt = row["prompt"] if "prompt" in row else row["conversations"][0]["value"]
-        return prompt, row.get("max_tokens")
+        row = json.loads(entry) if isinstance(entry, str) else entry
+        if "input_length" in row:
+            prompt = Traced(int(row["input_length"]), tuple(row.get("hash_ids", ())))
+            return Row((prompt,), int(row["output_length"]), row["timestamp"] / 1e3)
+        if "prompt" in row:
+            return Row((row["prompt"],), row.get("max_tokens"), row.get("at"))
+        said = row["conversations"]
+        mine = [turn["value"] for turn in said if turn.get("from", "human") in ("human", "user")]
+        return Row(tuple(mine or [said[0]["value"]]), row.get("max_tokens"), row.get("at"))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f'{where} is neither {{"prompt": ..., "max_tokens": ...}} nor {{"conversations": [{{"value": ...}}]}}',
+            f'{where} is neither {{"prompt": ..., "max_tokens": ...}} nor {{"conversations": [{{"value": ...}}]}} nor '
+            '{"timestamp": ..., "input_length": ..., "output_length": ...}',
             param="workload",
         ) from error

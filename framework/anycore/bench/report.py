@@ -17,7 +17,7 @@ LABELS = {
 }
 
 Slo = dict[str, float]
-"""Limits in milliseconds, by "ttft", "tpot" or "itl"."""
+"""Limits in milliseconds, by a name from LABELS."""
 
 
 def summarize(outcomes: list[Outcome], slo: Slo) -> dict[str, Any]:
@@ -65,13 +65,14 @@ def per_token(outcome: Outcome) -> float:
 def within(outcome: Outcome, slo: Slo) -> bool:
     """Whether a request kept every limit; that on `itl` is kept by its longest gap."""
     seen = {"ttft": outcome.first, "tpot": per_token(outcome), "itl": max(outcome.gaps, default=0.0)}
+    seen["e2el"] = outcome.total
     return all(1e3 * seen[name] <= limit for name, limit in slo.items())
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     figures = {"mean": statistics.fmean(ordered), "median": percentile(ordered, 50)}
-    figures |= {f"p{share}": percentile(ordered, share) for share in (90, 99)}
+    figures |= {f"p{share}": percentile(ordered, share) for share in (90, 95, 99)}
     return {f"{figure}_{name}_ms": value for figure, value in figures.items()}
 
 
@@ -106,10 +107,10 @@ def lines(figures: dict[str, Any]) -> Iterator[str]:
     yield f"  output tokens/s{figures['output_throughput']:>12,.1f}"
     yield f"  all tokens/s   {figures['total_token_throughput']:>12,.1f}"
     if figures["completed"]:
-        yield f"{'milliseconds':26}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}"
+        yield f"{'milliseconds':26}{'mean':>10}{'p50':>10}{'p90':>10}{'p95':>10}{'p99':>10}"
     for name, label in LABELS.items():
         if f"mean_{name}_ms" in figures:
-            row = [figures[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p90", "p99")]
+            row = [figures[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p90", "p95", "p99")]
             yield f"  {label:24}" + "".join(f"{value:10.2f}" for value in row)
     if figures["failed"]:
         kinds = ", ".join(f"{number} x {status}" for status, number in figures["errors"].items())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
+from collections.abc import Iterable
 from multiprocessing.connection import Connection
 
 from anycore.bench.client import Outcome, places, run_share, share
-from anycore.bench.load import Load
+from anycore.bench.load import Body, Load
 from anycore.errors import AnycoreError
 
 LEAD_SECONDS = 0.2  # from the word to the start, so that all processes begin together
@@ -17,7 +18,7 @@ LEAD_SECONDS = 0.2  # from the word to the start, so that all processes begin to
 def run_load(load: Load, processes: int) -> tuple[list[Outcome], float]:
     """Send the whole load; return the outcomes, and the share of its time that the busiest process computed."""
     if processes == 1:
-        return _run(load, list(share(load, 0, 1)), places(load, 0, 1), time.monotonic())
+        return _run(load, share(load, 0, 1), places(load, 0, 1), time.monotonic())
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(processes)]
     workers = [
@@ -45,13 +46,13 @@ def run_load(load: Load, processes: int) -> tuple[list[Outcome], float]:
 
 
 def _work(load: Load, index: int, processes: int, pipe: Connection) -> None:
-    requests = list(share(load, index, processes))
+    requests = share(load, index, processes)
     pipe.send("ready")
     pipe.send(_run(load, requests, places(load, index, processes), pipe.recv()))
 
 
 def _run(
-    load: Load, requests: list[tuple[float, bytes]], limit: int | None, start: float
+    load: Load, requests: Iterable[tuple[float, list[Body]]], limit: int | None, start: float
 ) -> tuple[list[Outcome], float]:
     computed, began = time.process_time(), time.monotonic()
     outcomes = asyncio.run(run_share(load, requests, limit, start))

@@ -30,6 +30,8 @@ COMMANDS = {
     "conformance": "prove what a backend declares, on this machine's device",
     "plugin new": "write the project of a new backend, which works and is tested as it stands",
     "bench offline": "measure a model in this process, without HTTP",
+    "bench startup": "time a server's start until its first answer",
+    "bench kernels": "time a backend's operations at a model's shapes",
     "bench serve": "put a running server under load",
     "version": "print the version",
 }

@@ -15,6 +15,7 @@ from anycore.cli.flags import Once, Parser, add_flags
 from anycore.cli.progress import show_progress
 from anycore.cli.settings import gather
 from anycore.config import ModelConfig, ServerConfig, shown
+from anycore.server import logs
 from anycore.server.run import serve
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
         report = dry_run.effective(settings, plugins.load())
         print(json.dumps(report, indent=2) if options.json else "\n".join(dry_run.text(report)))
         return 0
+    logs.of_server(settings.server, settings.server.api_key)
     log.info("server: %s", shown(settings.server) or "defaults")
     for model in settings.models:
         log.info("model: %s", shown(model))

@@ -16,8 +16,8 @@ from torch import Tensor
 class Batch:
     """T rows (tokens) of B requests, packed one request after the other.
 
-    The runner fills every field but `plan` and `padding`. Lengths live on the host, because planners want them there; device
-    copies are made on first use. Block 0 is scratch and belongs to nobody; every slot is in range.
+    The runner fills every field but `plan` and `padding`. Lengths live on the host, because planners want them there;
+    device copies are made on first use. Block 0 is scratch and belongs to nobody; every slot is in range.
     """
 
     input_ids: Tensor  # [T] int64, device
@@ -91,6 +91,7 @@ class Sampling:
     penalties: Penalties | None = None
     bias: tuple[Tensor, Tensor, Tensor] | None = None  # rows int64 [N], ids int64 [N], values float32 [N], added
     banned: tuple[Tensor, Tensor] | None = None  # rows, ids: probability 0 (min_tokens, allowed ids)
+    masked: tuple[Tensor, Tensor] | None = None  # rows int64 [K], words int32 [K, ceil(V / 32)]: see `allowed`
     logprobs: int | None = None  # how many alternatives to report (0: only the sampled id); None: no logprobs at all
     all_greedy: bool = False  # host hint: every temperature is 0
 
@@ -102,7 +103,7 @@ class Sampling:
     @property
     def edited(self) -> bool:
         """Whether logits are changed before an id is chosen."""
-        return any(x is not None for x in (self.penalties, self.bias, self.banned))
+        return any(x is not None for x in (self.penalties, self.bias, self.banned, self.masked))
 
 
 IN_PROMPT = 1 << 30

@@ -34,11 +34,12 @@ class RoundedCache:
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[.., D] → ([.., D] in `dtype`, [..] bfloat16). A row of zeros has the scale 0; one that holds NaN, or a number
-    beyond all scales, has one that is not finite, so that whoever reads it gets NaN.
+    """[.., D] → ([.., D] in `dtype`, [..] bfloat16). A row of zeros has the scale 0; one that holds NaN or infinity has
+    NaN, and so has whoever reads it.
     """
     largest = LARGEST[dtype]
     wide = x.float()
-    scale = (wide.abs().amax(-1) / largest).to(torch.bfloat16)
+    top = wide.abs().amax(-1)
+    scale = (top / largest).where(top.isfinite(), torch.nan).to(torch.bfloat16)
     levels = (wide / scale.float()[..., None]).nan_to_num(0.0).clamp(-largest, largest)
     return (levels.round() if dtype == torch.int8 else levels).to(dtype), scale

@@ -1,9 +1,11 @@
 """Sampling in plain torch: the default of `Ops.sample`.
 
-Order, the same as in Hugging Face transformers: penalties, bias and bans, temperature, top-k, top-p, min-p, draw.
+Order, the same as in Hugging Face transformers: penalties, bias, bans, masks, temperature, top-k, top-p, min-p, draw.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -49,6 +51,26 @@ def adjust(logits: Tensor, params: Sampling) -> None:
         logits.index_put_((rows, ids), values, accumulate=True)
     if params.banned is not None:
         logits.index_put_(params.banned, torch.tensor(float("-inf"), device=logits.device))
+    if params.masked is not None:
+        constrain(logits, *params.masked)
+
+
+def constrain(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Leave rows [K] of logits [R, V] only the ids that words [K, ceil(V / 32)] allow, in place."""
+    logits[rows] = logits[rows].masked_fill_(~allowed(words, logits.shape[1]), float("-inf"))
+
+
+def allowed(words: Tensor, vocab: int) -> Tensor:
+    """[K, ceil(V / 32)] int32 → [K, V] bool: bit b of word w stands for id 32 w + b."""
+    octets = words.view(torch.uint8).long()  # the low ones first, as hosts and devices of this field store them
+    return _bits(words.device)[octets].flatten(1)[:, :vocab]
+
+
+@cache
+def _bits(device: torch.device) -> Tensor:
+    """[256, 8] bool: the bits of every octet, the low ones first."""
+    octets = torch.arange(256, device=device)
+    return (octets[:, None] >> torch.arange(8, device=device) & 1).bool()
 
 
 def penalised(logits: Tensor, p: Penalties) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 from anycore.contract.backend import Limits
 from anycore.contract.declare import Task
 from anycore.engine.blocks import BlockPool
+from anycore.engine.grammar import INVALID, Grammars, GrammarState
 from anycore.engine.pace import Pace
 from anycore.engine.pooling import finish_scores, finish_vector
 from anycore.engine.request import (
@@ -68,6 +69,7 @@ class Engine:
         self._seed = seed
         self._clock = clock
         self._arrivals = 0
+        self.grammars: Grammars | None = None  # set by whoever knows the tokens' texts; until then none is kept to
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request id
         self._next_deadline = math.inf  # no request ends before it
         self._early: list[Delta] = []  # endings that no step brings: deadlines
@@ -99,14 +101,21 @@ class Engine:
         sequences = [self._sequence(new, index, now) for index in range(_sequences(new))]
         for sequence in sequences:
             sequence.leader = sequences[0] if sequence.index and self.pool else None
-            self.scheduler.add(sequence, now)
         self._requests[new.id] = sequences
+        if self.grammars is not None and new.sampling is not None and new.sampling.grammar is not None:
+            self.grammars.begin(new.id, new.sampling.grammar, now)
+            for sequence in sequences:
+                sequence.status = Status.COMPILING  # the scheduler hears of it when its grammar is ready
+        else:
+            self._enqueue(sequences)
         self._next_deadline = min(self._next_deadline, sequences[0].deadline)
 
     def has_room(self, new: NewRequest) -> bool:
         """Whether the queue takes this request now: those that can start at once do not count."""
         seats = max(0, self.limits.max_num_seqs - len(self.scheduler.running))
-        return len(self.scheduler.waiting) + _sequences(new) <= self._max_queued + seats
+        awaited = self.grammars.awaited if self.grammars is not None else ()
+        waiting = len(self.scheduler.waiting) + sum(len(self._requests[name]) for name in awaited)
+        return waiting + _sequences(new) <= self._max_queued + seats
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences, and free what it holds. Unknown ids are fine: it may have ended."""
@@ -130,6 +139,8 @@ class Engine:
         """Compute one step and return what it added. With an overlapping backend, results come one step later."""
         ended = self._stats.finished
         self._expire()
+        if self.grammars is not None and self.grammars.awaited:
+            self._take_compiled(self.grammars)
         deltas, self._early = self._early, []
         step = self.scheduler.schedule()
         launched = self.runner.launch(step) if step.rows else None
@@ -191,6 +202,8 @@ class Engine:
             raise ContextLengthExceeded(f"the input has {length} tokens, this model takes at most {longest}")
         if new.sampling is not None:
             new.sampling.check_vocabulary(self.spec.vocab_size)
+            if new.sampling.grammar is not None and self.grammars is None:
+                raise BadRequest("this engine keeps to no grammars", param="structured_outputs", code=INVALID)
             asked = new.sampling.max_tokens
             if asked is not None and length + asked > longest:
                 raise ContextLengthExceeded(
@@ -227,8 +240,24 @@ class Engine:
             request.stop_ids = request.eos_ids if not new.sampling.ignore_eos else frozenset()
             request.stop_ids |= frozenset(new.sampling.stop_token_ids)
             request.seed = self._seed_of(new.sampling)
-            request.needs_host = bool(new.sampling.bad_words_ids)
+            request.needs_host = bool(new.sampling.bad_words_ids or new.sampling.grammar)
         return request
+
+    def _enqueue(self, sequences: list[Request]) -> None:
+        for sequence in sequences:
+            self.scheduler.add(sequence, sequence.timing.arrived)
+
+    def _take_compiled(self, grammars: Grammars) -> None:
+        """Enqueue the requests whose grammar is ready now. With nothing else to do, wait a moment for one."""
+        idle = len(grammars.awaited) == len(self._requests) and self._in_flight is None and not self._early
+        for name, outcome in grammars.ready(self._clock(), idle):
+            sequences = self._requests[name]
+            if isinstance(outcome, AnycoreError):
+                self._early += [self._fail(sequence, outcome) for sequence in sequences]
+                continue
+            for sequence in sequences:
+                sequence.grammar, sequence.status = outcome.copy(), Status.WAITING
+            self._enqueue(sequences)
 
     def _seed_of(self, params: SamplingParams) -> int:
         if params.seed is not None:
@@ -248,7 +277,7 @@ class Engine:
         deltas = self._generated(results)
         for request, vector, finite in results.pooled:
             if request.status is not Status.FINISHED:
-                deltas.append(self._pooled(request, vector) if finite else self._fail(request, _not_finite()))
+                deltas.append(self._pooled(request, vector) if finite else self._fail(request, _not_finite(request)))
         return deltas
 
     def _generated(self, results: Results) -> list[Delta]:
@@ -261,7 +290,7 @@ class Engine:
             if request.status is finished:
                 continue
             if not finite:
-                deltas.append(self._fail(request, _not_finite()))
+                deltas.append(self._fail(request, _not_finite(request)))
                 continue
             tokens = request.tokens
             delta = Delta(id=request.id, index=request.index, token_ids=[token])
@@ -272,6 +301,11 @@ class Engine:
             generated += 1
             if logprob is not None:
                 delta.logprobs = [logprob]
+            if request.grammar is not None:
+                end = self._leaves_grammar(request, request.grammar, token)
+                if end is not None:
+                    deltas.append(end)
+                    continue
             if token in request.stop_ids and self._stops(request, delta, token):
                 continue
             if len(tokens) >= request.max_total:
@@ -308,6 +342,15 @@ class Engine:
         self._finish(request, delta, FinishReason.STOP)
         return True
 
+    def _leaves_grammar(self, request: Request, state: GrammarState, token: int) -> Delta | None:
+        """Move on within the grammar; return the end of a request whose output is whole, or that has no way on."""
+        if not state.advance(token):
+            why = state.error or "bans, biases and filters leave no token that it allows"
+            return self._fail(request, BadRequest(f"the output cannot keep to its grammar: {why}", code=INVALID))
+        if state.ended and token not in request.stop_ids:  # a delta of its own: that of a stop id is not text
+            return self._finish(request, Delta(id=request.id, index=request.index), FinishReason.STOP)
+        return None
+
     def _pooled(self, request: Request, vector: Vector) -> Delta:
         params = request.new.pooling or PoolingParams()
         queued = request.timing.started - request.timing.arrived
@@ -333,6 +376,8 @@ class Engine:
             self._requests[request.id] = left
         else:
             del self._requests[request.id]
+            if self.grammars is not None:
+                self.grammars.awaited.pop(request.id, None)
 
     def _fail(self, request: Request, error: AnycoreError) -> Delta:
         """End one sequence with an error; its neighbours go on."""
@@ -354,8 +399,9 @@ class Engine:
         self._next_deadline = min(left, default=math.inf)
 
 
-def _not_finite() -> NonFiniteOutput:
-    return NonFiniteOutput("the model's output holds NaN or infinity")
+def _not_finite(request: Request) -> NonFiniteOutput:
+    bans = "" if request.grammar is None else ", or its grammar and bans leave no token"
+    return NonFiniteOutput(f"the model's output holds NaN or infinity{bans}")
 
 
 def _sequences(new: NewRequest) -> int:

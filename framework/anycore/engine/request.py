@@ -9,12 +9,15 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest
+
+if TYPE_CHECKING:
+    from anycore.engine.grammar import GrammarState
 
 MAX_LOGPROBS = 20
 MAX_N = 128
@@ -52,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     logprobs: int | None = None  # alternatives per generated token, 0..20
     prompt_logprobs: int | None = None  # alternatives per prompt token, 0..20
+    grammar: str | None = None  # what the output keeps to, as `text.grammar` makes it: see `engine.grammar`
 
     def __post_init__(self) -> None:
         _within("n", self.n, 1, MAX_N)
@@ -247,6 +251,7 @@ class Request:
         "deadline",
         "eos_ids",
         "expected",
+        "grammar",
         "hashes",
         "id",
         "index",
@@ -309,6 +314,7 @@ class Request:
         self.may_share = not (new.sampling is not None and new.sampling.prompt_logprobs is not None)
         self.prompt_scores: list[TokenLogprob | None] = []
         self.sampler: Any = None  # engine/sampler.py's own
+        self.grammar: GrammarState | None = None  # where its output is within its grammar
         self.timing = Timing()
 
     @property
@@ -328,6 +334,7 @@ class Request:
 
 
 class Status(str, Enum):
+    COMPILING = "compiling"  # its grammar is not ready: the scheduler does not know it yet
     WAITING = "waiting"  # also after preemption
     RUNNING = "running"
     FINISHED = "finished"

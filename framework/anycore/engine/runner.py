@@ -141,7 +141,9 @@ class Runner:
         return results
 
     def _sample(self, rows: Tensor, sampling: Sampling) -> Samples:
-        return self.backend.ops.sample(self.model.logits(rows), sampling)
+        logits = self.model.logits(rows)
+        self.sampler.settle()
+        return self.backend.ops.sample(logits, sampling)
 
     # --- building -----------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Every draw is a function of (seed, sequence, position) alone, so batch mates, ch
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from anycore.contract.backend import Memory
 from anycore.contract.batch import IN_PROMPT, Penalties, Samples, Sampling
 from anycore.contract.desk import Desk
 from anycore.contract.sampling import GREEDY_BELOW
+from anycore.engine.grammar import Masks
 from anycore.engine.request import Request, SamplingParams
 
 MASK = 2**64 - 1
@@ -93,6 +95,8 @@ class Sampler:
         self.memory = memory or Memory(device)
         self.desk = desk
         self._group: Group | None = None
+        self._masks = Masks(vocab)
+        self._filling: tuple[Future[None], Tensor, Tensor] | None = None  # masks under way, on the host, their place
         self._numbers = np.zeros((seats, 4))  # of each seat, as in `SamplerState`
         self._seeds = np.zeros(seats, dtype=np.uint64)
         self._plain = np.zeros(seats, dtype=np.bool_)
@@ -185,8 +189,27 @@ class Sampler:
             penalties=self._penalties(requests, params),
             bias=self._bias(params),
             banned=self._banned(requests, params),
+            masked=self._masked(requests),
             logprobs=max(wanted) if wanted else None,
         )
+
+    def _masked(self, requests: list[Request]) -> tuple[Tensor, Tensor] | None:
+        """Begin to fill the masks of rows that keep to a grammar; `settle` waits for them."""
+        rows = [row for row, request in enumerate(requests) if request.grammar is not None]
+        if not rows:
+            return None
+        states = [request.grammar for request in requests if request.grammar is not None]
+        host = torch.empty(len(rows), self._masks.words, dtype=torch.int32)
+        words = torch.empty_like(host, device=self.device)
+        self._filling = self._masks.start(states, host), host, words
+        return self._longs(rows), words
+
+    def settle(self) -> None:
+        """Make sure that the masks of the step under way are where its sampling looks for them. Call it in between."""
+        if self._filling is not None:
+            (filled, host, words), self._filling = self._filling, None
+            filled.result()
+            words.copy_(self.memory.upload(host))
 
     def observe(self, requests: list[Request], samples: Samples) -> None:
         """Count what was sampled, on the device and without waiting for it."""
@@ -271,7 +294,7 @@ class Sampler:
     def _new_state(self, request: Request) -> SamplerState:
         p = _params(request)
         top_k = min(p.top_k, self.vocab) if p.top_k > 0 else self.vocab
-        edits = p.logit_bias or p.bad_words_ids or p.min_tokens or p.allowed_token_ids is not None
+        edits = p.logit_bias or p.bad_words_ids or p.min_tokens or p.allowed_token_ids is not None or p.grammar
         return SamplerState(
             numbers=(p.temperature, top_k, p.top_p, p.min_p),
             seed=int(mixed_seeds([(request.seed, request.index)])[0]),
@@ -295,9 +318,12 @@ def _is_penalised(p: SamplingParams) -> bool:
 
 
 def _lasts(request: Request) -> float:
-    """For how many further steps the request's bans stay what they are: not after words, and up to its least tokens."""
+    """For how many further steps the request's bans stay what they are, which is up to its least tokens.
+
+    Those that depend on its last tokens, as words and grammars do, change with every step.
+    """
     p = _params(request)
-    if p.bad_words_ids:
+    if p.bad_words_ids or p.grammar:
         return 0
     return p.min_tokens - request.num_output if p.min_tokens >= request.num_output else math.inf
 

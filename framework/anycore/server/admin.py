@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from anycore.errors import BadRequest, ConfigError
 from anycore.server.failures import ERRORS
-from anycore.server.operations import require_admin, status_of
+from anycore.server.operations import status_of
+from anycore.server.scopes import ADMIN
 from anycore.server.state import ServedModel, ServerState, named, state_of
 
-router = APIRouter(tags=["administration"], responses=ERRORS, dependencies=[Depends(require_admin)])
+router = APIRouter(tags=["administration"], responses=ERRORS, dependencies=[ADMIN])
 State = Annotated[ServerState, Depends(state_of)]
 
 

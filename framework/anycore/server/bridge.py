@@ -65,12 +65,14 @@ class EngineClient:
         command: tuple[str, ...] = COMMAND,
         progress: Callable[[str, float], None] | None = None,
         front: int | None = None,
+        place: int = 0,
         step_timeout: float = 0.0,
         at_least: dict[str, int] | None = None,
     ) -> None:
         """
         Args:
             front: this process's number where several fronts share the engine.
+            place: of the model among others; fronts find its engine by that.
             step_timeout: seconds of silence at work after which it is taken for stuck and killed; 0 for never.
             at_least: numbers of the card that must be reached; with less it gives up before it reads weights.
         """
@@ -91,9 +93,10 @@ class EngineClient:
         self._progress = progress
         self._step_timeout = step_timeout
         number = next(self._numbers)
+        name = f"{number}-in" if front is None else f"{place}-shared"  # one after the other at the same address
         self._boot = wire.Boot(
             config=config,
-            commands=f"ipc://{directory}/{number}-in",
+            commands=f"ipc://{directory}/{name}",
             reports=f"ipc://{directory}/{number}-out",
             directory=str(directory),
             log_level=log_level,
@@ -159,6 +162,7 @@ class EngineClient:
             for task in (self._reader, self._pulse):
                 task.cancel()
             await asyncio.gather(self._reader, self._pulse, return_exceptions=True)
+            self.forget_paths()
         self._reports.close()
         self._commands.close()
         self._context.term()

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +30,39 @@ from anycore.server.reload import Reload
 from anycore.server.tls import Certificate, certificate_of
 
 
+class Deaths:
+    """How many engines of each place have died, as the first front tells."""
+
+    def __init__(self, places: int) -> None:
+        self.counts = [0] * places
+
+    def listen(self) -> None:
+        """Count what comes on standard input; end with the parent."""
+
+        def watch() -> None:
+            for line in os.fdopen(0, "rb"):
+                self.counts[int(line)] += 1
+            os._exit(1)
+
+        threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
 class AttachedClient(EngineClient):
     """A client of an engine that another process started and will end."""
 
-    _places = count()
-
-    def __init__(self, *arguments: Any, boot: FrontBoot, engine_died: threading.Event, **options: Any) -> None:
-        super().__init__(*arguments, front=boot.number, **options)
-        place = next(self._places)
+    def __init__(self, *arguments: Any, boot: FrontBoot, deaths: Deaths, place: int, **options: Any) -> None:
+        options["step_timeout"] = 0.0  # the first front watches
+        super().__init__(*arguments, place=place, **options)
         self._planned = boot.planned[place]
-        self._engine_died = engine_died
-        own = f"ipc://{boot.directory}/{place}-out-{boot.number}"
+        self._elsewhere = Elsewhere(deaths, place)
+        own = f"{self._boot.reports}-{boot.number}"
         self._boot = msgspec.structs.replace(self._boot, commands=boot.engines[place], reports=own)
 
     async def _spawn(self, boot: wire.Boot) -> Elsewhere:
         self.planned.set_result(self._planned)
         self.card = self._planned.card
         self._send(wire.Attach(self.front, boot.reports))
-        return Elsewhere(self._engine_died)
+        return self._elsewhere
 
     def load(self) -> None:
         if self.phase is Phase.STARTING:  # else it has said already that it is ready
@@ -66,6 +80,7 @@ class AttachedClient(EngineClient):
         self._reports.close()
         self._commands.close()
         self._context.term()
+        self.forget_paths()
 
     def kill(self) -> None:
         self._stopping = True
@@ -74,11 +89,13 @@ class AttachedClient(EngineClient):
 class Elsewhere:
     """What EngineClient needs of a process: its end, of which the first front tells."""
 
-    def __init__(self, died: threading.Event) -> None:
-        self._died = died
+    def __init__(self, deaths: Deaths, place: int) -> None:
+        self._deaths = deaths
+        self._place = place
+        self._before = deaths.counts[place]
 
     async def wait(self) -> int:
-        while not self._died.is_set():
+        while self._deaths.counts[self._place] == self._before:
             await asyncio.sleep(0.05)
         return 1
 
@@ -89,22 +106,19 @@ class Elsewhere:
         raise NotImplementedError("the engine belongs to the first front")
 
 
-def listen_to_parent(engine_died: threading.Event) -> None:
-    """End with the parent; hear of an engine's end."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            engine_died.set()
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
 async def serve(boot: FrontBoot, guard: Guard, certificate: Certificate | None) -> int:
-    engine_died = threading.Event()
-    listen_to_parent(engine_died)
-    client = partial(AttachedClient, boot=boot, engine_died=engine_died)
-    server = Server(boot.config, boot.models, guard, Path(boot.directory), certificate=certificate, client=client)
+    deaths = Deaths(len(boot.models))
+    deaths.listen()
+    client = partial(AttachedClient, boot=boot, deaths=deaths)
+    server = Server(
+        boot.config,
+        boot.models,
+        guard,
+        Path(boot.directory),
+        certificate=certificate,
+        client=client,
+        attached=boot.number,
+    )
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.signalled, signal.SIGTERM)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, Reload(boot.config, guard, certificate))
 

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class FrontBoot(msgspec.Struct, kw_only=True):
-    """The first line a front reads. An empty line after it means that an engine has died; the end, that we have."""
+    """The first line a front reads. Each line after it is the place of a model whose engine has died, and which may
+    soon have another one at the same address; the end means that we have died."""
 
     number: int
     config: ServerConfig
@@ -81,12 +82,18 @@ class Fronts:
                 with suppress(ProcessLookupError):
                     process.send_signal(signal.SIGHUP)
 
-    def drain(self, engine_died: bool) -> None:
-        """Let them take nothing new and end when their requests have."""
-        self._stopping = True
+    def lost(self, place: int) -> None:
+        """Tell that the engine of a model has died."""
         for process in self._processes:
-            if engine_died and process.stdin is not None:
-                process.stdin.write(b"\n")
+            if process.stdin is not None:
+                process.stdin.write(b"%d\n" % place)
+
+    def drain(self, dead: list[int]) -> None:
+        """Let them take nothing new and end when their requests have; `dead` engines answer nothing any more."""
+        self._stopping = True
+        for place in dead:
+            self.lost(place)
+        for process in self._processes:
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
 

@@ -59,6 +59,18 @@ class HttpServer(uvicorn.Server):
             config.ssl = certificate.context
         super().__init__(config)
 
+    def retire(self) -> None:
+        """Take no new connections; close idle ones now and busy ones after their answer."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there are connections left."""
+        return bool(self.server_state.connections)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from anycore.config import ModelConfig
-from anycore.errors import AnycoreError, Conflict, DoesNotFit, Unavailable
+from anycore.errors import AnycoreError, Conflict, DoesNotFit, Unavailable, Unsupported
 from anycore.server import wire
 from anycore.server.logs import log_crash
 from anycore.server.phases import Phase
@@ -46,19 +46,23 @@ class Keeper(Slot):
         make: Make,
         read: Read,
         *,
-        restarts: int = 0,
+        restarts: int | None = 0,
         restarted: Callable[[str], None] = lambda reason: None,
+        shared: bool = False,
     ) -> None:
         """
         Args:
-            restarts: an hour, at most; after those, `dead` is set.
+            restarts: an hour, at most; after those, `dead` is set. None: at once and always, for engines that another
+                process starts.
             restarted: told each one's reason.
+            shared: whether other processes use the same engines, and know only where they are.
         """
         super().__init__(config)
         self._make = make
         self._read = read
         self._limit = restarts
         self._on_restart = restarted
+        self._shared = shared
         self._restarted: deque[float] = deque()  # when, within the last hour
         self._in_a_row = 0  # deaths since the last request that was answered
         self._change: asyncio.Task[None] | None = None  # asked for by an operator, or by a request that woke it
@@ -118,6 +122,9 @@ class Keeper(Slot):
 
     async def _run(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         """Carry out a change that nothing ends half-way but the end of the server."""
+        if self._shared:
+            work.close()
+            raise Unsupported("models are changed only where one front serves them: leave --api-servers at 1")
         if self._closed or self._change is not None:
             work.close()
             if self._closed:
@@ -287,7 +294,8 @@ class Keeper(Slot):
                     self._give_up(failure)
                     return
                 code, delay = failure.code or "engine_dead", self._delay()
-                again = f"restart {len(self._restarted)} of at most {self._limit} an hour"
+                limit = "" if self._limit is None else f" of at most {self._limit} an hour"
+                again = f"restart {len(self._restarted)}{limit}"
                 self._state(Phase.DEGRADED, code, f"{failure.message}; {again}")
                 if self.engine is not None:
                     await self.engine.stop()  # its process is gone, and with it what it held of the device
@@ -311,14 +319,16 @@ class Keeper(Slot):
         now = time.monotonic()
         while self._restarted and now - self._restarted[0] > HOUR:
             self._restarted.popleft()
-        if len(self._restarted) >= self._limit:
+        if self._limit is not None and len(self._restarted) >= self._limit:
             return False
         self._restarted.append(now)
         return True
 
     def _delay(self) -> float:
         self._in_a_row += 1
-        return 0.0 if self._in_a_row == 1 else min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self._in_a_row - 2))
+        if self._in_a_row == 1 or self._limit is None:
+            return 0.0
+        return min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (self._in_a_row - 2))
 
     def _give_up(self, failure: AnycoreError) -> None:
         if self._limit:

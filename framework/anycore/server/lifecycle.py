@@ -47,19 +47,33 @@ class Server:
         progress: Callable[[str, float], None] | None = None,
         client: Callable[..., Engine] = EngineClient,
         fronts: Fronts | None = None,
+        attached: int | None = None,
     ) -> None:
+        """
+        Args:
+            client: makes a client of an engine.
+            fronts: the others that use the engines of this one.
+            attached: the number of this front where it uses the engines of another.
+        """
         self.config = config
         self.fronts = fronts
         self._directory = directory
         self._certificate = certificate
-        self._marked = {} if fronts is None else {"front": 0}
+        self._number = attached or 0
         self.metrics = Metrics(config.metrics_names)
         self.slots: list[Keeper] = []
-        for model in models:
+        for place, model in enumerate(models):
             observer = self.metrics.observer(model.names[0], lambda: self.state.plugins)
-            make = partial(self._engine, client, observer, progress)
-            limit, tell = config.engine_restarts if config.api_servers == 1 else 0, observer.engine_restarted
-            self.slots.append(Keeper(model, make, self._read, restarts=limit, restarted=tell))
+            self.slots.append(
+                Keeper(
+                    model,
+                    partial(self._engine, client, observer, progress, place),
+                    self._read,
+                    restarts=config.engine_restarts if attached is None else None,
+                    restarted=partial(self._restarted, observer, place) if attached is None else lambda reason: None,
+                    shared=config.api_servers > 1,
+                )
+            )
         self.metrics.phases = lambda: [
             (slot.name, {phase.value: phase is slot.status.phase for phase in Phase}) for slot in self.slots
         ]
@@ -88,6 +102,7 @@ class Server:
         client: Callable[..., Engine],
         observer: ModelMetrics,
         progress: Callable[[str, float], None] | None,
+        place: int,
         model: ModelConfig,
         at_least: dict[str, int],
     ) -> Engine:
@@ -103,8 +118,13 @@ class Server:
             progress=progress,
             step_timeout=self.config.step_timeout,
             at_least=at_least,
-            **self._marked,
+            **({} if self.config.api_servers == 1 else {"place": place, "front": self._number}),
         )
+
+    def _restarted(self, observer: ModelMetrics, place: int, reason: str) -> None:
+        observer.engine_restarted(reason)
+        if self.fronts is not None:
+            self.fronts.lost(place)
 
     async def run(self, listener: socket.socket, late: Callable[[], None] | None = None) -> int:
         """Serve on an open socket until stopped; return the exit code.
@@ -125,7 +145,7 @@ class Server:
             if loading.done():
                 loading.result()  # a model that cannot be served ends the server with its reason
                 await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
-            await self._drain()
+            await self._drain(http)
         finally:
             http.should_exit = True
             http.force_exit = self._now.is_set()
@@ -162,20 +182,19 @@ class Server:
         loads = [slot.load(plan) for slot, plan in zip(self.slots, planned, strict=True)]
         attached = [] if self.fronts is None else [self.fronts.attach(self._front_boot(listener, planned))]
         await asyncio.gather(*loads, *attached)
-        if self.fronts is not None:
-            for client in self.clients:
-                client.forget_paths()
         log.info("ready: %s", ", ".join(name for model in self.served for name in model.names))
 
     async def _read(self, slot: Slot, plan: wire.Planned) -> Callable[[], None]:
         """Read tokenizer and templates of a model while its engine loads; put them into use when told."""
         served = next(served for served in self.served if served.slot is slot)
+        if served.plan == plan:
+            return lambda: None
         assert self.state.plugins is not None
         architectures = self.state.plugins.architectures()
         reading = await aside(read, slot.config, plan, architectures, self.config.allow_request_template)
 
         def adopt() -> None:
-            served.reading = reading
+            served.reading, served.plan = reading, plan
 
         return adopt
 
@@ -191,15 +210,28 @@ class Server:
             engines=[client.address for client in self.clients if isinstance(client, EngineClient)],
         )
 
-    async def _drain(self) -> None:
+    async def _hand_over(self, http: HttpServer, seconds: float) -> None:
+        """Leave new connections to whoever shares the port, and answer all that came before, as if nothing were."""
+        log.info("leaving the port to others; %d connections have %g s", len(http.server_state.connections), seconds)
+        http.retire()
+        end = asyncio.get_running_loop().time() + seconds
+        while http.busy and asyncio.get_running_loop().time() < end and not self._now.is_set():
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _drain(self, http: HttpServer) -> None:
         """Take nothing new; let what runs finish until the limit, then end it with an error."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        died = any(slot.dead.is_set() for slot in self.slots)
+        dead = [place for place, slot in enumerate(self.slots) if slot.dead.is_set()]
+        died = bool(dead)
         limit = DEAD_SECONDS if died else self.config.shutdown_timeout
+        if self.config.reuse_port and http.started and not died:
+            if self.fronts is not None:
+                self.fronts.drain(dead)
+            await self._hand_over(http, limit)
         self.state.draining = True
         if self.fronts is not None:
-            self.fronts.drain(died)
+            self.fronts.drain(dead)
         for slot in self.slots:
             slot.drain()
         log.info("stopping: %d requests have %g s to finish", sum(slot.live for slot in self.slots), limit)

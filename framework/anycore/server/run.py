@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from anycore.config import ModelConfig, ServerConfig
+from anycore.config import ModelConfig, ServerConfig, flag
 from anycore.errors import ConfigError
 from anycore.server import aside, logs
 from anycore.server.auth import Guard, read_keys
@@ -50,6 +50,8 @@ def serve(
         AnycoreError: the server cannot be started as asked; `exit_code` fits.
     """
     check_names(models)
+    if config.api_servers > 1 and any(model.keep_alive is not None for model in models):
+        raise ConfigError("--keep-alive works where one front serves: leave --api-servers at 1", param="keep_alive")
     keys, secrets = read_keys(config)
     certificate = certificate_of(config)
     logs.of_server(config, secrets)
@@ -61,12 +63,18 @@ def serve(
 
 
 def open_port(config: ServerConfig) -> socket.socket:
-    """Listen, alone on the port; where several fronts will share it, first make sure that nobody else is there."""
+    """Listen, alone on the port; where several fronts will share it, first make sure that nobody else is there.
+
+    Under --reuse-port somebody may be: the port is bound, and listened to when there is something to answer with.
+    """
+    if (config.api_servers > 1 or config.reuse_port) and not hasattr(socket, "SO_REUSEPORT"):
+        option = "reuse_port" if config.reuse_port else "api_servers"
+        raise ConfigError(f"{flag(option)} needs a system whose processes can share a port", param=option)
+    if config.reuse_port:
+        return listen(config.host, config.port, shared=True, begin=False)
     listener = listen(config.host, config.port)
     if config.api_servers == 1:
         return listener
-    if not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigError("--api-servers needs a system whose processes can share a port", param="api_servers")
     port = listener.getsockname()[1]
     listener.close()
     return listen(config.host, port, shared=True)
@@ -122,9 +130,13 @@ async def _serve(
         flush=True,
     )
     try:
-        return await server.run(listener)
+        return await server.run(listener, late=_listening if config.reuse_port else None)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _listening() -> None:
+    logging.getLogger(__name__).info("listening now, beside whoever else does on this port")
 
 
 def shared_metrics(directory: Path) -> Path:
@@ -137,7 +149,7 @@ def shared_metrics(directory: Path) -> Path:
 def private_directory() -> Path:
     """Make a directory that only this user can enter, with a path short enough for sockets."""
     directory = Path(tempfile.mkdtemp(prefix="anycore-"))
-    if len(bytes(directory)) + len("/99-out") > SOCKET_PATH:
+    if len(bytes(directory)) + len("/9999-front-99") > SOCKET_PATH:
         directory.rmdir()
         directory = Path(tempfile.mkdtemp(prefix="anycore-", dir="/tmp"))
     return directory

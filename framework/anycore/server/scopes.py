@@ -6,6 +6,7 @@ A route that names none does not start: `create_app` refuses it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from ipaddress import ip_address
 
 from fastapi import Depends, Request
 from fastapi.routing import APIRoute
@@ -17,7 +18,10 @@ from anycore.server.keys import Scope
 
 
 class Needs:
-    """Lets a request pass whose key has one of the scopes. Without keys all may be done but what an admin does."""
+    """Lets a request pass whose key has one of the scopes.
+
+    Without keys everybody may do everything, but what an admin does, which only clients on this machine may.
+    """
 
     def __init__(self, *scopes: Scope) -> None:
         self.scopes = frozenset(scopes)
@@ -26,9 +30,10 @@ class Needs:
         key = request.state.account.key
         named = " or ".join(sorted(self.scopes))
         if key is None:
-            if self.scopes == {"admin"}:
+            if self.scopes == {"admin"} and request.client and not ip_address(request.client.host).is_loopback:
                 raise Forbidden(
-                    "this route needs an API key with scope admin, and this server has no keys: see --api-key-file"
+                    "without keys this route is for clients on the server's own machine: set --api-key-file",
+                    code="needs_key",
                 )
         elif not key.scopes & self.scopes:
             raise Forbidden(f"this route needs a key with scope {named}; key {key.name} has {', '.join(key.scopes)}")

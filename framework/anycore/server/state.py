@@ -69,6 +69,7 @@ class ServedModel:
 
     slot: Slot
     reading: Reading | None = None
+    plan: wire.Planned | None = None  # that it was read for
 
     @property
     def names(self) -> tuple[str, ...]:

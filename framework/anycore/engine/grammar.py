@@ -1,0 +1,151 @@
+"""Grammars that outputs keep to: compiled beside the engine's thread, and asked for masks while the device computes.
+
+A grammar is text in llguidance's serialised form, made at the door by `text.grammar`. Compiling and filling masks
+release Python's lock. Both are limited in work, so that a hostile grammar ends its own request and nobody else's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from anycore.errors import AnycoreError, BadRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+    Vocabulary = Callable[[], LLTokenizer]
+
+KEPT = 64  # compiled grammars, the ones used last
+COMPILING = 2  # at a time
+SECONDS = 5.0  # for compiling one, from arrival
+MOMENT = 0.01  # seconds that an engine with nothing else to do waits before it looks for new requests
+
+INVALID = "invalid_grammar"
+"""The code of errors that the grammar of a request is to blame for."""
+
+
+class GrammarState:
+    """Where one sequence is within its grammar. Not safe to use from two threads at a time."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    @property
+    def error(self) -> str:
+        """Why no mask can be had, such as a limit on work; empty while all is well."""
+        return self.matcher.get_error().split("\n")[0] if self.matcher.is_error() else ""
+
+    def advance(self, token: int) -> bool:
+        """Take the token that was chosen; return whether the grammar allows it."""
+        return self.matcher.consume_token(token)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow but the end."""
+        return self.matcher.is_stopped()
+
+    def copy(self) -> GrammarState:
+        return GrammarState(self.matcher.deep_copy())
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A request whose grammar is being compiled."""
+
+    compiled: Future[GrammarState]
+    since: float
+
+
+class Grammars:
+    """The grammars of one engine.
+
+    Args:
+        vocabulary: makes the tokens' texts; called on a thread of its own, when the first grammar comes.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._tokens: Future[LLTokenizer] | None = None
+        self._threads = ThreadPoolExecutor(COMPILING + 1, thread_name_prefix="grammar")
+        self._compiled: OrderedDict[str, Future[GrammarState]] = OrderedDict()
+        self.awaited: dict[str, Awaited] = {}  # by the ids of the requests
+
+    def begin(self, request_id: str, grammar: str, now: float) -> None:
+        """Begin to compile a request's grammar; `ready` tells when it is."""
+        self.awaited[request_id] = Awaited(self.compile(grammar), now)
+
+    def ready(self, now: float, idle: bool) -> Iterator[tuple[str, GrammarState | AnycoreError]]:
+        """Yield requests that need to wait no longer, each with its grammar, of which to take copies, or with an error.
+
+        With `idle`, wait a moment for one.
+        """
+        if idle:
+            wait([request.compiled for request in self.awaited.values()], MOMENT, FIRST_COMPLETED)
+        for name, request in list(self.awaited.items()):
+            outcome: GrammarState | AnycoreError | None = None
+            if request.compiled.done():
+                error = request.compiled.exception()
+                if error is None:
+                    outcome = request.compiled.result()
+                else:
+                    outcome = error if isinstance(error, AnycoreError) else AnycoreError(f"no grammar: {error}")
+            elif now - request.since > SECONDS:
+                outcome = BadRequest(f"the grammar was not compiled within {SECONDS:g} s: simplify it", code=INVALID)
+            if outcome is not None:
+                del self.awaited[name]
+                yield name, outcome
+
+    def compile(self, grammar: str) -> Future[GrammarState]:
+        """Begin to compile, or return what was compiled before. Take a `copy` of its result.
+
+        The future raises BadRequest where the grammar is wrong or too complex.
+        """
+        found = self._compiled.get(grammar)
+        if found is None:
+            if self._tokens is None:
+                self._tokens = self._threads.submit(self._vocabulary)
+            found = self._compiled[grammar] = self._threads.submit(self._compile, grammar, self._tokens)
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return found
+
+    @staticmethod
+    def _compile(grammar: str, tokens: Future[LLTokenizer]) -> GrammarState:
+        from llguidance import LLMatcher
+
+        state = GrammarState(LLMatcher(tokens.result(), grammar, log_level=0))
+        if state.error:
+            raise BadRequest(f"the grammar cannot be used: {state.error}", code=INVALID)
+        state.matcher.compute_bitmask()  # what the first mask takes, later ones find done
+        return state
+
+
+class Masks:
+    """Fills the masks of a step's rows on threads of its own, while the device computes the logits."""
+
+    def __init__(self, vocab: int) -> None:
+        self.words = -(-vocab // 32)
+        self._executor: LLExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+
+    def start(self, states: Sequence[GrammarState], into: Tensor) -> Future[None]:
+        """Begin to fill `into` [K, words] int32 on the host, a row a state. A state in error allows everything."""
+        return self._thread.submit(self._fill, list(states), into)
+
+    def _fill(self, states: Sequence[GrammarState], into: Tensor) -> None:
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        if self._executor is None:
+            self._executor = LLExecutor(1)
+        fill_next_token_bitmask_par(self._executor, [(s.matcher, i) for i, s in enumerate(states)], into.numpy())
+        for row, state in enumerate(states):
+            if state.error:
+                into[row] = -1

@@ -1,0 +1,136 @@
+"""Outputs that keep to a grammar: what they are, beside whom, and how they end."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from tiny import tiny_lm
+
+from anycore import LLM, SamplingParams
+from anycore.engine.request import NewRequest
+from anycore.errors import AnycoreError
+from anycore.text import grammar
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(str(tiny_lm(tmp_path_factory.mktemp("lm"))), max_num_seqs=8, kv_cache_memory=2**22, threads=1)
+
+
+def text_of(llm: LLM, form: str, **more: Any) -> tuple[str, str | None]:
+    params = SamplingParams(**{"temperature": 1.0, "seed": 1, "max_tokens": 200, "grammar": form, **more})
+    output = llm.generate("Say", params)[0]
+    return output.text, output.finish_reason
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_schema_is_kept_to(llm: LLM, seed: int) -> None:
+    text, why = text_of(llm, grammar.json_schema(PERSON), seed=seed)
+    assert why == "stop"
+    jsonschema.validate(json.loads(text), PERSON)
+
+
+@pytest.mark.parametrize("wanted", ["🫠щ龜e\u0301👩‍👩‍👧", {"a": [1, None, "x\n"]}, -3.5, ""])
+def test_a01_any_constant_can_be_forced(llm: LLM, wanted: Any) -> None:
+    text, why = text_of(llm, grammar.json_schema({"const": wanted}), temperature=0)
+    assert json.loads(text) == wanted
+    assert why == "stop"
+
+
+def test_expressions_choices_and_free_grammars(llm: LLM) -> None:
+    assert re.fullmatch(r"[a-c]{3}-\d+", text_of(llm, grammar.regex(r"[a-c]{3}-\d{1,9}"))[0])
+    assert text_of(llm, grammar.choice(["yes", "no", 'may"be']))[0] in ("yes", "no", 'may"be')
+    assert re.fullmatch(r"(ab)+", text_of(llm, grammar.free('root ::= "ab" | "ab" root'), max_tokens=40)[0])
+    assert isinstance(json.loads(text_of(llm, grammar.json_schema({"type": "boolean"}))[0]), bool)
+
+
+def test_company_chunks_and_preemption_change_nothing(llm: LLM, tmp_path: Path) -> None:
+    params = [
+        SamplingParams(temperature=0.8, seed=seed, max_tokens=60, grammar=form)
+        for seed, form in enumerate([grammar.json_schema(PERSON), None, grammar.regex("[xy]{20,40}"), None] * 2)
+    ]
+    prompts = [f"prompt {number} " * 5 for number in range(8)]
+    alone = [llm.generate(prompt, one)[0].token_ids for prompt, one in zip(prompts, params, strict=True)]
+    assert [output.token_ids for output in llm.generate(prompts, params)] == alone
+    small = LLM(
+        str(tiny_lm(tmp_path / "lm")), max_num_seqs=8, max_model_len=128, max_num_batched_tokens=16,
+        block_size=16, kv_cache_memory=16 * 4096 * 20, threads=1,
+    )  # fmt: skip
+    small.engine.runner.backend.overlap = True
+    outputs = small.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == alone
+    assert small.engine.scheduler.preemptions > 0
+
+
+def test_sequences_of_one_request_go_their_own_ways(llm: LLM) -> None:
+    form = grammar.regex("[a-z]{12}")
+    output = llm.generate("Say", SamplingParams(n=3, temperature=1, seed=5, max_tokens=50, grammar=form))[0]
+    texts = {output.text, *(other.text for other in output.others)}
+    assert len(texts) == 3
+    assert all(re.fullmatch("[a-z]{12}", text) for text in texts)
+
+
+def test_a06_log_probabilities_are_of_the_model(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=5, grammar=grammar.regex("q{4}"))
+    output = llm.generate("Say", params)[0]
+    assert output.text == "qqqq"
+    assert output.logprobs is not None
+    assert all(abs(item.logprob) < 1e4 for item in output.logprobs)
+
+
+def test_the_limit_cuts(llm: LLM) -> None:
+    text, why = text_of(llm, grammar.json_schema({"const": "x" * 50}), max_tokens=5)
+    assert why == "length"
+    assert '"xxxx'.startswith(text[:2])
+
+
+def test_bans_that_leave_nothing_end_the_request_alone(llm: LLM) -> None:
+    q = llm.tokenizer.encode("q", add_special_tokens=False)
+    assert len(q) == 1
+    banned = SamplingParams(temperature=0, max_tokens=8, grammar=grammar.regex("q"), allowed_token_ids=(q[0] + 1,))
+    with pytest.raises(AnycoreError, match="leave no token"):
+        llm.generate("Say", banned)
+    assert text_of(llm, grammar.regex("q"))[0] == "q"
+
+
+def test_an_abort_while_compiling_leaves_nothing(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, grammar=grammar.regex("[a-f]{3}x{7}"))
+    llm.engine.add(NewRequest(id="gone", task=llm.task, token_ids=[5, 6], sampling=params))
+    llm.engine.abort("gone")
+    assert not llm.engine.has_work()
+    assert llm.engine.grammars is not None
+    assert not llm.engine.grammars.awaited
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: grammar.json_schema({"type": "object", "not": {"type": "null"}}), "not"),
+        (lambda: grammar.json_schema({"type": "nothing"}), "nothing"),
+        (lambda: grammar.json_schema("{"), "no JSON"),
+        (lambda: grammar.json_schema("[" * 100_000), "no JSON"),
+        (lambda: grammar.regex("("), "regex"),
+        (lambda: grammar.choice([]), "at least one"),
+        (lambda: grammar.free("root ::= missing"), "missing"),
+        (lambda: grammar.regex("a" * 300_000), "262144"),
+    ],
+)
+def test_what_cannot_be_held_to_is_refused(make: Any, told: str) -> None:
+    with pytest.raises(AnycoreError, match=told):
+        make()
