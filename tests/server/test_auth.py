@@ -83,7 +83,7 @@ def test_o06_secrets_and_prompts_are_nowhere(t_lm: Path, tmp_path: Path) -> None
     file = tmp_path / "keys"
     file.write_text(KEY + "\n")
     environment = {"ANYCORE_API_KEY": "env-key-8123", "HF_TOKEN": token, "ANYCORE_CACHE": str(tmp_path / "cache")}
-    settings = {"api_key_file": str(file), "log_level": "debug"}
+    settings = {"api_key_file": str(file), "log_level": "debug", "engine_restarts": "0"}
     with serve_scripted(t_lm, "fail_step=8", env=environment, **settings) as live:
         headers = {"authorization": f"Bearer {KEY}"}
         bodies = [live.get("/metrics", headers=headers).text]

@@ -52,7 +52,7 @@ def read_keys(config: ServerConfig, environ: Mapping[str, str] = os.environ) -> 
         if not entries and not given["line"]:
             raise ConfigError(f"--api-key-file {path} holds no key", param="api_key_file")
     secrets = [secret for found in given.values() for secret in dict.fromkeys(found)]
-    keys = {}  # a key given twice, by flag and variable, is one
+    keys: dict[str, Key] = {}  # a key given twice, by flag and variable, is one
     for source, found in given.items():
         for number, secret in enumerate(found, 1):
             key = plain(f"{source}-{number}", secret)

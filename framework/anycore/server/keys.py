@@ -72,7 +72,7 @@ def new_secret() -> str:
 
 def entry_of(key: Key) -> str:
     """Write a key as one line of a file of entries, without what it leaves at its default."""
-    given = {"name": key.name, "sha256": key.sha256, "scopes": [s for s in SCOPES if s in key.scopes]}
+    given: dict[str, Any] = {"name": key.name, "sha256": key.sha256, "scopes": [s for s in SCOPES if s in key.scopes]}
     limits = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_tokens")
     given |= {field: getattr(key, field) for field in limits if getattr(key, field) is not None}
     if key.weight != 1:
