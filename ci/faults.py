@@ -131,16 +131,16 @@ def measure(folder: Path, name: str, times: int) -> dict[str, int]:
         live.wait(lambda: len(live.engines()) == 1, 30)
         last = live.engines()
         live.wait(lambda: held(live) == 0, 10)
-        traffic.ends["blocks still held"] += int(held(live) > 0)
+        traffic.ends["requests still held"] += int(held(live) > 0)
         live.signal(signal.SIGTERM)
         traffic.ends["bad exit"] += live.exit_code(30) != 0
         traffic.ends["orphans"] += sum(Path(f"/proc/{pid}").exists() for pid in last)
-    traffic.ends["unlike any other"] += "Traceback" in "".join(live.output)
+    traffic.ends["tracebacks in the log"] += "Traceback" in "".join(live.output)
     return dict(traffic.ends)
 
 
 def held(live: Live) -> float:
-    """KV blocks in use, and requests that run."""
+    """Sequences that run or wait in the engine."""
     wanted = ("anycore:num_requests_running{", "anycore:num_requests_waiting{")
     lines = live.get("/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(wanted))

@@ -43,7 +43,7 @@ def capture(work: Any) -> tuple[Replay, StepOutput]:
     return replay, kept
 
 
-def engine(folder: Path) -> tuple[Engine, list[GraphStep]]:
+def engine(folder: Path, rounded: str | None = None) -> tuple[Engine, list[GraphStep]]:
     source = Source(str(folder), folder)
     spec = read_spec(source).for_task(Task.GENERATE)
     backend = interpreted()
@@ -56,7 +56,7 @@ def engine(folder: Path) -> tuple[Engine, list[GraphStep]]:
 
     backend.optimize = optimize  # type: ignore[method-assign]
     model = loader.load(source, spec, backend, "float32")
-    kv = backend.memory.allocate_kv(spec.kv(LIMITS.block_size, "float32"), LIMITS.blocks)
+    kv = backend.memory.allocate_kv(spec.kv(LIMITS.block_size, "float32", rounded), LIMITS.blocks)
     runner = Runner(model, backend, Task.GENERATE, LIMITS, kv)
     return Engine(runner, Scheduler(LIMITS, BlockPool(LIMITS.blocks, LIMITS.block_size)), LIMITS), steps
 
@@ -67,6 +67,16 @@ def test_engine_on_the_kernels_equals_the_cpu_backend(tmp_path: Path) -> None:
     found = engines.run(mine, PROMPTS, max_tokens=4)
     wanted = engines.run(engines.engine(folder), PROMPTS, max_tokens=4)
     assert [output.tokens for output in found] == [output.tokens for output in wanted]
+    assert len(steps[0]._recorded) == len(buckets(LIMITS.max_num_seqs)), "no decode step was replayed"
+
+
+def test_steps_on_a_rounded_cache_are_replayed(tmp_path: Path) -> None:
+    folder = tiny.tiny_lm(tmp_path, family="qwen3", layers=1, heads=4, kv_heads=2, head_dim=16, hidden=32)
+    mine, steps = engine(folder, "int8")
+    found = engines.run(mine, PROMPTS[:1], max_tokens=3)
+    wanted = engines.run(engines.engine(folder, kv_cache_dtype="int8"), PROMPTS[:1], max_tokens=3)
+    assert [output.tokens for output in found] == [output.tokens for output in wanted]
+    assert None not in steps[0]._recorded.values()
     assert len(steps[0]._recorded) == len(buckets(LIMITS.max_num_seqs)), "no decode step was replayed"
 
 

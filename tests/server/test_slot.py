@@ -9,6 +9,7 @@ import asyncio
 import os
 import re
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ from server.harness import Live, serve_here, serve_scripted
 
 from anycore.config import ModelConfig, ServerConfig
 from anycore.server.app import create_app
+
+
+@pytest.fixture(scope="module")
+def shared(t_lm: Path) -> Iterator[Live]:
+    """A server whose engines take half a second to load."""
+    with serve_scripted(t_lm, "step=0.01", "load=0.5", "max_num_seqs=8", "max_queued=64") as live:
+        yield live
 
 
 def ask(live: Live, tokens: int, model: str = "lm") -> httpx.Response:
@@ -113,14 +121,10 @@ def test_a_stalled_step_is_logged_and_ends_in_a_restart(t_lm: Path) -> None:
         assert "fake_child.py" in said  # where it stood
 
 
-def test_a_reload_switches_without_dropping_a_request(t_lm: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
+def test_a_reload_switches_without_dropping_a_request(shared: Live, tmp_path_factory: pytest.TempPathFactory) -> None:
+    live, other = shared, tmp_path_factory.mktemp("other")
     (other / "model.safetensors").touch()
-    with (
-        serve_scripted(t_lm, "step=0.01", "load=0.3", "max_num_seqs=8", "max_queued=64") as live,
-        ThreadPoolExecutor(8) as pool,
-    ):
+    with ThreadPoolExecutor(8) as pool:
         (first,) = live.engines()
         long = pool.submit(streamed, live, 200)
         answers = [pool.submit(ask, live, 10) for _ in range(40)]
@@ -134,18 +138,18 @@ def test_a_reload_switches_without_dropping_a_request(t_lm: Path, tmp_path: Path
         assert first not in live.engines()
 
 
-def test_a_reload_that_fails_keeps_what_is_served(t_lm: Path, tmp_path: Path) -> None:
+def test_a_reload_that_fails_keeps_what_is_served(shared: Live, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with serve_scripted(t_lm) as live:
-        engines = live.engines()
-        failed = live.post("/v1/models/lm/reload", {"checkpoint": str(tmp_path / "empty")})
-        assert failed.status_code == 400
-        assert failed.json()["error"]["code"] == "weights_damaged"
-        assert "holds no weights" in failed.json()["error"]["message"]
-        assert live.engines() == engines
-        assert entry(live)["code"] == "ready"
-        assert ask(live, 3).status_code == 200
-        assert live.post("/v1/models/lm/reload").status_code == 200  # what is served has not become the failed one
+    live = shared
+    engines = live.engines()
+    failed = live.post("/v1/models/lm/reload", {"checkpoint": str(tmp_path / "empty")})
+    assert failed.status_code == 400
+    assert failed.json()["error"]["code"] == "weights_damaged"
+    assert "holds no weights" in failed.json()["error"]["message"]
+    assert live.engines() == engines
+    assert entry(live)["code"] == "ready"
+    assert ask(live, 3).status_code == 200
+    assert live.post("/v1/models/lm/reload").status_code == 200  # what is served has not become the failed one
 
 
 def test_where_two_do_not_fit_requests_wait_for_the_switch(t_lm: Path, tmp_path: Path) -> None:
@@ -167,8 +171,9 @@ def test_where_two_do_not_fit_requests_wait_for_the_switch(t_lm: Path, tmp_path:
             assert first not in live.engines()
 
 
-def test_one_change_at_a_time(t_lm: Path) -> None:
-    with serve_scripted(t_lm, "load=1") as live, ThreadPoolExecutor(1) as pool:
+def test_one_change_at_a_time(shared: Live) -> None:
+    live = shared
+    with ThreadPoolExecutor(1) as pool:
         change = pool.submit(live.post, "/v1/models/lm/reload")
         live.wait(lambda: entry(live)["code"] == "reloading", 5)
         assert entry(live)["phase"] == "ready"
@@ -179,8 +184,10 @@ def test_one_change_at_a_time(t_lm: Path) -> None:
         assert live.post("/v1/models/none/reload").status_code == 404
 
 
-def test_an_engine_that_dies_during_a_reload_is_followed_by_the_new_one(t_lm: Path) -> None:
-    with serve_scripted(t_lm, "load=1") as live, ThreadPoolExecutor(1) as pool:
+def test_an_engine_that_dies_during_a_reload_is_followed_by_the_new_one(shared: Live) -> None:
+    live = shared
+    with ThreadPoolExecutor(1) as pool:
+        live.wait(lambda: len(live.engines()) == 1, 5)
         (first,) = live.engines()
         change = pool.submit(live.post, "/v1/models/lm/reload")
         live.wait(lambda: len(live.engines()) == 2, 10)
@@ -191,8 +198,9 @@ def test_an_engine_that_dies_during_a_reload_is_followed_by_the_new_one(t_lm: Pa
         assert ask(live, 3).status_code == 200
 
 
-def test_an_unloaded_model_takes_nothing_until_it_is_loaded(t_lm: Path) -> None:
-    with serve_scripted(t_lm, "step=0.01") as live, ThreadPoolExecutor(1) as pool:
+def test_an_unloaded_model_takes_nothing_until_it_is_loaded(shared: Live) -> None:
+    live = shared
+    with ThreadPoolExecutor(1) as pool:
         long = pool.submit(streamed, live, 50)
         live.wait(lambda: running(live) == 1, 5)
         assert live.post("/v1/models/lm/unload").json()["phase"] == "unloaded"
@@ -221,8 +229,9 @@ def test_an_idle_model_is_unloaded_and_comes_back_for_a_request(t_lm: Path) -> N
             assert len(live.engines()) == 1
 
 
-def test_a_move_loads_there_and_drops_here(t_lm: Path) -> None:
-    with serve_scripted(t_lm, "step=0.01") as live, ThreadPoolExecutor(1) as pool:
+def test_a_move_loads_there_and_drops_here(shared: Live) -> None:
+    live = shared
+    with ThreadPoolExecutor(1) as pool:
         long = pool.submit(streamed, live, 50)
         live.wait(lambda: running(live) == 1, 5)
         assert live.post("/v1/models/lm/move", {"backend": "elsewhere", "device": 1}).status_code == 200
@@ -233,10 +242,7 @@ def test_a_move_loads_there_and_drops_here(t_lm: Path) -> None:
 
 
 def test_o07_a_drain_ends_what_waits_for_an_engine(t_lm: Path) -> None:
-    with serve_scripted(t_lm, "load=20", "plan=0.1", ready=False) as live:
-        live.signal(signal.SIGTERM)
-        assert live.exit_code(5) == 0
-    with serve_scripted(t_lm, "load=3", keep_alive="0.3") as live, ThreadPoolExecutor(1) as pool:
+    with serve_scripted(t_lm, "load=2", keep_alive="0.3") as live, ThreadPoolExecutor(1) as pool:
         live.wait(lambda: entry(live)["phase"] == "unloaded", 10)
         waiting = pool.submit(ask, live, 3)
         live.wait(lambda: len(live.engines()) == 1, 10)

@@ -113,12 +113,13 @@ class Keeper(Slot):
     async def wake(self) -> None:
         if self._change is None:
             self._begin("loading", self._replace(self.config, "loading", holding=True))
-        assert self._change is not None
-        try:
-            await asyncio.shield(self._change)
-        except AnycoreError as error:
-            message = f"model {self.name!r} was idle and could not be loaded again: {error.message}"
-            raise Unavailable(message, code="load_failed") from error
+        change = self._change
+        assert change is not None
+        while not change.done() and not self._closed:
+            await asyncio.wait({change}, timeout=POLL_SECONDS)
+        if change.done() and (error := change.exception()) is not None:
+            message = error.message if isinstance(error, AnycoreError) else "the log says why"
+            raise Unavailable(f"model {self.name!r} could not be loaded again: {message}", code="load_failed")
 
     async def _run(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         """Carry out a change that nothing ends half-way but the end of the server."""
