@@ -224,6 +224,8 @@ class CudaOps(Ops):
                 edits.add(logits, *params.bias)
             if params.banned is not None:
                 edits.ban(logits, *params.banned)
+            if params.masked is not None:
+                sampling.constrain(logits, *params.masked)
         filters = (None, None, None) if params.all_greedy else (params.top_k, params.top_p, params.min_p)
         ids, fine = choose(logits, params.temperature, params.uniforms, *filters, self.early)
         samples = Samples(ids=ids, finite=fine if finite is None else finite)
