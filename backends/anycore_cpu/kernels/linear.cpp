@@ -29,6 +29,7 @@ void finish(const float* sums, long rows, long columns, const T* bias, Out* out,
 
 template <class T, class Out>
 void linear(const T* x, long rows, long stride, const T* packed, long inputs, long outputs, const T* bias, Out* out) {
+    if (rows == 0) return;  // a chunk none of whose rows is wanted
     const long padded = padded_inputs<T>(inputs);
     const bool serial = rows * padded * outputs < SERIAL;
     const auto each = [serial](long count, const auto& task) {
