@@ -60,6 +60,12 @@ class ModelConfig:
     task: str = setting("auto", "what the model is served for", choices=("auto", "generate", "embed", "rerank"))
     backend: str = setting("auto", "backend to run on; auto takes the best one that supports the model")
     device: int = setting(0, "index of the backend's device")
+    replicas: int | None = setting(
+        None, "engines of this model, each a process of its own, among which requests are divided (default: 1)"
+    )
+    devices: tuple[int, ...] = setting(
+        (), "indices of the devices that replicas run on, in turn (default: --device for all)"
+    )
     dtype: str = setting("auto", "weight and activation type", choices=("auto", *DTYPES))
     quantization: str = setting(
         "auto",
@@ -139,10 +145,12 @@ class ModelConfig:
             "block_size",
             "kv_cache_memory",
             "threads",
+            "replicas",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be at least 1, not {value}", param=name)
+        self._check_devices()
         share = self.memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError(
@@ -161,6 +169,29 @@ class ModelConfig:
                 "Architectures come from plugins (hook register_models).",
                 param="trust_remote_code",
             )
+
+    def _check_devices(self) -> None:
+        """Check where replicas are to run."""
+        if not self.devices:
+            return
+        if self.device:
+            raise ConfigError(
+                f"--device {self.device} and --devices {' '.join(map(str, self.devices))} exclude each other",
+                param="devices",
+            )
+        if self.replicas is not None and len(self.devices) > self.replicas:
+            raise ConfigError(
+                f"--devices names {len(self.devices)} devices, --replicas {self.replicas} would leave some idle",
+                param="devices",
+            )
+        if min(self.devices) < 0:
+            raise ConfigError(f"--devices takes indices from 0 on, not {min(self.devices)}", param="devices")
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """The device of each replica."""
+        devices = self.devices or (self.device,)
+        return tuple(devices[i % len(devices)] for i in range(self.replicas or len(devices)))
 
     @property
     def names(self) -> tuple[str, ...]:

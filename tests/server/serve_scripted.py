@@ -27,7 +27,8 @@ def main() -> int:
     at = sys.argv.index("--")
     folder, words, script = sys.argv[1], sys.argv[2:at], sys.argv[at + 1 :]
     settings: dict[str, Any] = {"port": 0}
-    names, tasks, keep_alive = ["lm"], ["generate"], None
+    names, tasks = ["lm"], ["generate"]
+    own: dict[str, Any] = {}  # settings of each model
     for name, value in (word.split("=", 1) for word in words):
         if name == "names":
             names = value.split(",")
@@ -36,7 +37,9 @@ def main() -> int:
         elif name == "reuse_port":
             settings[name] = value == "True"
         elif name == "keep_alive":
-            keep_alive = float(value)
+            own[name] = float(value)
+        elif name == "replicas":
+            own[name] = int(value)
         elif name == "api_key":
             settings[name] = (value,)
         else:
@@ -44,7 +47,7 @@ def main() -> int:
             if name in ("port", "max_body_size", "api_servers", "engine_restarts"):
                 settings[name] = int(value)
     models = [
-        ModelConfig(model=folder, served_model_name=(name,), task=task, keep_alive=keep_alive)
+        ModelConfig(model=folder, served_model_name=(name,), task=task, **own)
         for name, task in zip(names, tasks, strict=True)
     ]
     command = (sys.executable, str(FAKE), folder, *script)

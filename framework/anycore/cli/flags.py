@@ -80,7 +80,8 @@ def add_flags(parser: argparse.ArgumentParser, title: str, config: type[Any], sk
             continue
         if kind is tuple:
             # A key takes one word, so that `--api-key KEY MODEL` does not make a key of the model.
-            options |= {"action": "extend", "nargs": 1 if item.metadata["secret"] else "+", "type": str}
+            options |= {"action": "extend", "nargs": 1 if item.metadata["secret"] else "+"}
+            options["type"] = int if holds_numbers(item) else str
         else:
             options["type"] = _argument(partial(convert, item, kind))
         group.add_argument(*spellings(item), metavar=metavar(item, kind), **options)
@@ -107,6 +108,11 @@ def kind_of(config: type[Any], item: Field[Any]) -> type[Any]:
     return kind
 
 
+def holds_numbers(item: Field[Any]) -> bool:
+    """Whether a field that is a tuple holds whole numbers, not texts."""
+    return str(item.type).startswith("tuple[int")
+
+
 def convert(item: Field[Any], kind: type[Any], value: Any) -> Any:
     """Turn a word of the command line, or a value of a YAML file, into the value of a field.
 
@@ -122,6 +128,10 @@ def convert(item: Field[Any], kind: type[Any], value: Any) -> Any:
         return value
     if kind is tuple:
         words = value if isinstance(value, list) else [value]
+        if holds_numbers(item):
+            if not all(isinstance(word, int) and not isinstance(word, bool) for word in words):
+                raise ValueError(f"must be a whole number or a list of them, not {value!r}")
+            return tuple(words)
         if not all(isinstance(word, str) for word in words):
             raise ValueError("must be text or a list of texts: put numbers in quotes")
         return tuple(words)
@@ -171,7 +181,7 @@ def metavar(item: Field[Any], kind: type[Any]) -> str:
         return "{" + ",".join(item.metadata["choices"]) + "}"
     if item.metadata["unit"] == "bytes":
         return "SIZE"
-    return METAVARS.get(kind, "TEXT")
+    return "N" if holds_numbers(item) else METAVARS.get(kind, "TEXT")
 
 
 def help_text(item: Field[Any]) -> str:

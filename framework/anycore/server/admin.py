@@ -32,6 +32,9 @@ class Move(BaseModel):
 
     backend: str = Field(description="as --backend", max_length=64)
     device: int = Field(0, description="as --device", ge=0)
+    devices: list[Annotated[int, Field(ge=0)]] = Field(
+        [], description="as --devices, for a model with several replicas", max_length=1024
+    )
 
 
 @router.post("/v1/models/{name:path}/reload")
@@ -62,7 +65,7 @@ async def load(name: str, state: State) -> dict[str, Any]:
 async def move(name: str, body: Move, state: State) -> dict[str, Any]:
     """Load the model on another backend or device, switch to it, and free the one before. Fails as `reload` does."""
     model = named(state, name)
-    return await _done(model, model.slot.move(body.backend, body.device))
+    return await _done(model, model.slot.move(body.backend, tuple(body.devices) or (body.device,)))
 
 
 async def _done(model: ServedModel, change: Awaitable[None]) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class Elsewhere:
 
 
 async def serve(boot: FrontBoot, guard: Guard, certificate: Certificate | None) -> int:
-    deaths = Deaths(len(boot.models))
+    deaths = Deaths(len(boot.planned))
     deaths.listen()
     client = partial(AttachedClient, boot=boot, deaths=deaths)
     server = Server(

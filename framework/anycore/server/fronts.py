@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class FrontBoot(msgspec.Struct, kw_only=True):
-    """The first line a front reads. Each line after it is the place of a model whose engine has died, and which may
+    """The first line a front reads. Each line after it is the place of an engine that has died, and which may
     soon have another one at the same address; the end means that we have died."""
 
     number: int
@@ -34,7 +34,7 @@ class FrontBoot(msgspec.Struct, kw_only=True):
     port: int
     directory: str
     models: list[ModelConfig]
-    planned: list[wire.Planned]
+    planned: list[wire.Planned]  # of each engine: a model has one for each of its replicas
     engines: list[str]  # where each engine takes commands
 
 

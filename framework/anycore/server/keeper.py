@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from anycore.config import ModelConfig
-from anycore.errors import AnycoreError, Conflict, DoesNotFit, Unavailable, Unsupported
+from anycore.errors import AnycoreError, BadRequest, Conflict, DoesNotFit, Unavailable, Unsupported
 from anycore.server import wire
 from anycore.server.logs import log_crash
 from anycore.server.phases import Phase
@@ -48,6 +48,7 @@ class Keeper(Slot):
         *,
         restarts: int | None = 0,
         restarted: Callable[[str], None] = lambda reason: None,
+        gave_up: Callable[[], None] = lambda: None,
         shared: bool = False,
     ) -> None:
         """
@@ -55,6 +56,7 @@ class Keeper(Slot):
             restarts: an hour, at most; after those, `dead` is set. None: at once and always, for engines that another
                 process starts.
             restarted: told each one's reason.
+            gave_up: told when there were too many.
             shared: whether other processes use the same engines, and know only where they are.
         """
         super().__init__(config)
@@ -62,6 +64,7 @@ class Keeper(Slot):
         self._read = read
         self._limit = restarts
         self._on_restart = restarted
+        self._on_give_up = gave_up
         self._shared = shared
         self._restarted: deque[float] = deque()  # when, within the last hour
         self._in_a_row = 0  # deaths since the last request that was answered
@@ -73,46 +76,47 @@ class Keeper(Slot):
 
     # --- the first engine ---------------------------------------------------------------------------------------
 
-    async def plan(self) -> wire.Planned:
-        """Start the first engine, up to the point where it is known that it can be served.
-
-        Raises:
-            AnycoreError: it cannot.
-        """
+    async def plan(self) -> None:
         self.next = self._make(self.config, {})
         await self.next.start()
-        planned = await self.next.planned
-        self.card = planned.card
-        return planned
+        self.planned = await self.next.planned
+        self._card = self.planned.card
 
-    async def load(self, planned: wire.Planned) -> None:
-        """Let the first engine load, and put it into use.
-
-        Raises:
-            AnycoreError: it did not get ready.
-        """
+    async def load(self) -> None:
         assert self.next is not None
-        await self._complete(self.next, planned)
+        await self._complete(self.next, self.planned)
 
     # --- changes ------------------------------------------------------------------------------------------------
 
     async def reload(self, checkpoint: str | None = None) -> None:
-        wanted = self.config if checkpoint is None else replace(self.config, checkpoint=checkpoint)
-        await self._run("reloading", self._replace(wanted, "reloading"))
+        await self.change(reloaded(self.config, checkpoint), "reloading")
 
-    async def move(self, backend: str, device: int = 0) -> None:
-        await self._run("moving", self._replace(replace(self.config, backend=backend, device=device), "moving"))
+    async def move(self, backend: str, devices: tuple[int, ...] = (0,)) -> None:
+        await self.change(moved(self.config, backend, devices), "moving")
+
+    async def change(self, wanted: ModelConfig, what: str) -> None:
+        """Go on with other settings. Raises as `reload`."""
+        await self._run(what, self._replace(wanted, what))
 
     async def unload(self) -> None:
         await self._run("unloading", self._unload("unloaded", holding=False))
 
     async def bring_back(self) -> None:
-        if self.engine is None or self._revival is not None:
+        if self.engine is None or self._revival is not None or self.dead.is_set():
             await self._run("loading", self._replace(self.config, "loading"))
 
-    async def wake(self) -> None:
+    def rest(self) -> None:
+        """Begin to unload the model until the next request."""
+        if self._change is None:
+            self._begin("unloading", self._unload(IDLE, holding=True))
+
+    def rouse(self) -> None:
+        """Begin to bring it back."""
         if self._change is None:
             self._begin("loading", self._replace(self.config, "loading", holding=True))
+
+    async def wake(self) -> None:
+        self.rouse()
         change = self._change
         assert change is not None
         while not change.done() and not self._closed:
@@ -240,7 +244,9 @@ class Keeper(Slot):
         engine.load()
         adopt, _ = await asyncio.gather(self._read(self, planned), engine.ready)
         adopt()
-        old, self.engine, self.next, self.card = self.engine, engine, None, engine.card
+        old, self.engine, self.next, self._card = self.engine, engine, None, engine.card
+        self.failure = None
+        self.dead.clear()
         self._state(Phase.READY, "ready")
         self._spawn(self._watch(engine))
         if self.config.keep_alive is not None:
@@ -262,12 +268,18 @@ class Keeper(Slot):
     async def _watch_idle(self, engine: Engine, seconds: float) -> None:
         """Unload the model once nobody has asked for it for so long."""
         while self.engine is engine and not engine.dead.is_set():
-            busy = engine.live or engine.stats.running or engine.stats.waiting or self._change is not None
-            left = seconds - (time.monotonic() - engine.heard)
-            if not busy and left <= 0:
-                self._begin("unloading", self._unload(IDLE, holding=True))
+            if self.idle_seconds >= seconds:
+                self.rest()
                 return
-            await asyncio.sleep(max(left, POLL_SECONDS))
+            await asyncio.sleep(max(seconds - self.idle_seconds, POLL_SECONDS))
+
+    @property
+    def idle_seconds(self) -> float:
+        """Since the engine in use last had anything to do; 0 where there is none, or something is being changed."""
+        engine = self.engine
+        if engine is None or self._change is not None or engine.live or engine.stats.running or engine.stats.waiting:
+            return 0.0
+        return time.monotonic() - engine.heard
 
     # --- restarts -----------------------------------------------------------------------------------------------
 
@@ -337,6 +349,7 @@ class Keeper(Slot):
         self.failure = failure
         self._state(Phase.DEAD, failure.code or "engine_dead", failure.message)
         self.dead.set()
+        self._on_give_up()
 
     async def _end_revival(self) -> None:
         """Let a change have the slot that an engine was to be restarted in."""
@@ -353,7 +366,6 @@ class Keeper(Slot):
     # --- the end ------------------------------------------------------------------------------------------------
 
     async def stop(self) -> None:
-        """End every engine."""
         self._closed = True
         running = [task for task in (self._change, *self._tasks) if task is not None]
         for task in running:
@@ -373,3 +385,21 @@ class Keeper(Slot):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def reloaded(config: ModelConfig, checkpoint: str | None) -> ModelConfig:
+    """Settings with the weights of another folder, or those there are."""
+    return config if checkpoint is None else replace(config, checkpoint=checkpoint)
+
+
+def moved(config: ModelConfig, backend: str, devices: tuple[int, ...]) -> ModelConfig:
+    """Settings for another backend and device.
+
+    Raises:
+        BadRequest: there is more than one device, and one engine.
+    """
+    if len(devices) != 1:
+        raise BadRequest(
+            f"model {config.names[0]!r} has one engine: name one device, not {len(devices)}", param="devices"
+        )
+    return replace(config, backend=backend, device=devices[0])

@@ -23,8 +23,9 @@ from anycore.server.keeper import Keeper
 from anycore.server.metrics import Metrics, ModelMetrics
 from anycore.server.phases import Phase
 from anycore.server.port import BACKLOG
+from anycore.server.replicas import Replicas, parts_of
 from anycore.server.slot import Engine, Slot
-from anycore.server.state import ServedModel, ServerState, read
+from anycore.server.state import Reading, ServedModel, ServerState, read
 from anycore.server.tls import Certificate
 
 DEAD_SECONDS = 3.0  # from an engine's death to the end of the server: probes see it, other models finish what they can
@@ -61,22 +62,15 @@ class Server:
         self._certificate = certificate
         self._number = attached or 0
         self.metrics = Metrics(config.metrics_names)
-        self.slots: list[Keeper] = []
-        for place, model in enumerate(models):
-            observer = self.metrics.observer(model.names[0], lambda: self.state.plugins)
-            self.slots.append(
-                Keeper(
-                    model,
-                    partial(self._engine, client, observer, progress, place),
-                    self._read,
-                    restarts=config.engine_restarts if attached is None else None,
-                    restarted=partial(self._restarted, observer, place) if attached is None else lambda reason: None,
-                    shared=config.api_servers > 1,
-                )
-            )
+        self._make_engine = partial(self._engine, client, progress)
+        self.keepers: list[Keeper] = []  # of all engines, in the order of models and of their replicas
+        self.slots = [self._slot(number, model) for number, model in enumerate(models)]
         self.metrics.phases = lambda: [
-            (slot.name, {phase.value: phase is slot.status.phase for phase in Phase}) for slot in self.slots
+            (slot.name, engine, {phase.value: phase is status.phase for phase in Phase})
+            for slot in self.slots
+            for engine, status in enumerate(slot.statuses)
         ]
+        self._readings: dict[int, tuple[wire.Planned, asyncio.Task[Reading]]] = {}  # by model: the last one begun
         self.served = [ServedModel(slot) for slot in self.slots]
         self.app = create_app(config, self.served, guard=guard, metrics=self.metrics)
         self.state: ServerState = self.app.state.anycore
@@ -94,14 +88,36 @@ class Server:
 
     @property
     def clients(self) -> list[Engine]:
-        """The engine of each model that has one."""
-        return [engine for slot in self.slots if (engine := slot.engine or slot.next) is not None]
+        """The engine of each keeper that has one."""
+        return [engine for keeper in self.keepers if (engine := keeper.engine or keeper.next) is not None]
+
+    def _slot(self, number: int, model: ModelConfig) -> Slot:
+        """Make what holds a model: one keeper an engine."""
+        parts = parts_of(model)
+        keepers = [self._keeper(number, engine, part) for engine, part in enumerate(parts)]
+        return keepers[0] if len(keepers) == 1 else Replicas(model, keepers)
+
+    def _keeper(self, number: int, engine: int, model: ModelConfig) -> Keeper:
+        observer = self.metrics.observer(model.names[0], lambda: self.state.plugins, engine)
+        place = len(self.keepers)
+        first = self._number == 0
+        keeper = Keeper(
+            model,
+            partial(self._make_engine, observer, place),
+            partial(self._read, number),
+            restarts=self.config.engine_restarts if first else None,
+            restarted=partial(self._restarted, observer, place) if first else lambda reason: None,
+            gave_up=partial(self._lost, place),
+            shared=self.config.api_servers > 1,
+        )
+        self.keepers.append(keeper)
+        return keeper
 
     def _engine(
         self,
         client: Callable[..., Engine],
-        observer: ModelMetrics,
         progress: Callable[[str, float], None] | None,
+        observer: ModelMetrics,
         place: int,
         model: ModelConfig,
         at_least: dict[str, int],
@@ -123,6 +139,10 @@ class Server:
 
     def _restarted(self, observer: ModelMetrics, place: int, reason: str) -> None:
         observer.engine_restarted(reason)
+        self._lost(place)
+
+    def _lost(self, place: int) -> None:
+        """Let the other fronts know that an engine is gone."""
         if self.fronts is not None:
             self.fronts.lost(place)
 
@@ -178,27 +198,33 @@ class Server:
             await self.fronts.start()
         plans = asyncio.gather(*(slot.plan() for slot in self.slots))
         self.state.plugins = await aside(plugins.load)
-        planned = await plans
-        loads = [slot.load(plan) for slot, plan in zip(self.slots, planned, strict=True)]
-        attached = [] if self.fronts is None else [self.fronts.attach(self._front_boot(listener, planned))]
-        await asyncio.gather(*loads, *attached)
+        await plans
+        attached = [] if self.fronts is None else [self.fronts.attach(self._front_boot(listener))]
+        await asyncio.gather(*(slot.load() for slot in self.slots), *attached)
         log.info("ready: %s", ", ".join(name for model in self.served for name in model.names))
 
-    async def _read(self, slot: Slot, plan: wire.Planned) -> Callable[[], None]:
-        """Read tokenizer and templates of a model while its engine loads; put them into use when told."""
-        served = next(served for served in self.served if served.slot is slot)
+    async def _read(self, number: int, slot: Slot, plan: wire.Planned) -> Callable[[], None]:
+        """Read tokenizer and templates of a model while its engine loads; put them into use when told.
+
+        Replicas that load at the same time share one reading.
+        """
+        served = self.served[number]
         if served.plan == plan:
             return lambda: None
         assert self.state.plugins is not None
         architectures = self.state.plugins.architectures()
-        reading = await aside(read, slot.config, plan, architectures, self.config.allow_request_template)
+        begun = self._readings.get(number)
+        if begun is None or begun[0] != plan or begun[1].done():
+            work = aside(read, slot.config, plan, architectures, self.config.allow_request_template)
+            begun = self._readings[number] = plan, asyncio.ensure_future(work)
+        reading = await asyncio.shield(begun[1])
 
         def adopt() -> None:
             served.reading, served.plan = reading, plan
 
         return adopt
 
-    def _front_boot(self, listener: socket.socket, planned: list[wire.Planned]) -> FrontBoot:
+    def _front_boot(self, listener: socket.socket) -> FrontBoot:
         return FrontBoot(
             number=0,
             config=self.config,
@@ -206,7 +232,7 @@ class Server:
             port=listener.getsockname()[1],
             directory=str(self._directory),
             models=[slot.config for slot in self.slots],
-            planned=planned,
+            planned=[keeper.planned for keeper in self.keepers],
             engines=[client.address for client in self.clients if isinstance(client, EngineClient)],
         )
 
@@ -222,8 +248,8 @@ class Server:
         """Take nothing new; let what runs finish until the limit, then end it with an error."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        dead = [place for place, slot in enumerate(self.slots) if slot.dead.is_set()]
-        died = bool(dead)
+        dead = [place for place, keeper in enumerate(self.keepers) if keeper.dead.is_set()]
+        died = any(slot.dead.is_set() for slot in self.slots)
         limit = DEAD_SECONDS if died else self.config.shutdown_timeout
         if self.config.reuse_port and http.started and not died:
             if self.fronts is not None:

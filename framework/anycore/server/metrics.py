@@ -41,8 +41,8 @@ class Metrics:
 
     def __init__(self, names: str = "anycore") -> None:
         self.registry = CollectorRegistry()
-        self.phases: Callable[[], Iterable[tuple[str, dict[str, bool]]]] = tuple
-        """Gives each model's name and its phases, of which one is true."""
+        self.phases: Callable[[], Iterable[tuple[str, int, dict[str, bool]]]] = tuple
+        """Gives each model's name, the number of each of its engines, and that one's phases, of which one is true."""
         self._names = names
         self._models: list[ModelMetrics] = []
         self._counted = {series.name: self._make(series) for series in TABLE.values() if not is_collected(series)}
@@ -148,9 +148,9 @@ def _fallbacks(metrics: Metrics) -> Values:
 
 
 def _phases(metrics: Metrics) -> Values:
-    for name, phases in metrics.phases():
+    for name, engine, phases in metrics.phases():
         for phase, holds in phases.items():
-            yield (name, "0", phase), holds
+            yield (name, str(engine), phase), holds
 
 
 def _memory(kind: str) -> Callable[[Metrics], Values]:

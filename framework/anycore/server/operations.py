@@ -40,7 +40,7 @@ async def ready(state: State, model: str | None = None) -> Response:
     """
     if model is not None and not state.draining:
         return _report(state, bad=not named(state, model).ready)
-    return _report(state, bad=state.phase is not Phase.READY)
+    return _report(state, bad=not state.ready)
 
 
 @router.get("/version", dependencies=[ANY])
@@ -75,6 +75,8 @@ def status_of(model: ServedModel) -> dict[str, Any]:
     status = model.slot.status
     seconds = round(max(0.0, time.monotonic() - status.since), 1)
     entry: dict[str, Any] = {"phase": status.phase.value, "code": status.code, "seconds": seconds}
+    if len(model.slot.statuses) > 1:
+        entry["engines"] = [{"phase": each.phase.value, "code": each.code} for each in model.slot.statuses]
     if status.reason:
         entry["reason"] = status.reason
     if status.activity:

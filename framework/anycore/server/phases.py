@@ -21,6 +21,10 @@ class Phase(str, Enum):
     DEAD = "dead"
 
 
+BEHIND = (Phase.DEAD, *list(Phase)[:3], Phase.DEGRADED, Phase.DRAINING, Phase.UNLOADED, Phase.READY)
+"""The one that is furthest from serving first."""
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """What the probes say about a model."""
 

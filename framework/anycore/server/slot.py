@@ -1,7 +1,7 @@
 """One model's place in the server, whatever engine fills it at the moment: routes submit here and need not know.
 
-`Slot` is what routes see. `keeper.Keeper` starts, restarts and replaces the engine; `front.Mirror` follows the keeper
-of another process. An engine is whatever answers `Engine`, which `bridge.EngineClient` does.
+`Slot` is what routes see. `keeper.Keeper` starts, restarts and replaces one engine; `replicas.Replicas` divides
+requests among several keepers. An engine is whatever answers `Engine`, which `bridge.EngineClient` does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Slot:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self.name = config.names[0]
-        self.card: dict[str, Any] = {}  # of the engine in use, or of the last one
+        self._card: dict[str, Any] = {}
         self.engine: Engine | None = None  # in use
         self.next: Engine | None = None  # being loaded
         self.leaving: list[Engine] = []  # replaced; they finish what they have
@@ -69,6 +69,16 @@ class Slot:
         self._changed = asyncio.Event()
 
     # --- what routes ask ----------------------------------------------------------------------------------------
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """Of the engine in use, or of the last one; {} before one is planned."""
+        return self._card
+
+    @property
+    def statuses(self) -> list[Status]:
+        """The phase of each engine that the model is to have."""
+        return [self.status]
 
     @property
     def status(self) -> Status:
@@ -134,6 +144,24 @@ class Slot:
             yield stream
         self._answered()
 
+    # --- the server's life --------------------------------------------------------------------------------------
+
+    async def plan(self) -> None:
+        """Go as far as it takes to know that the model can be served.
+
+        Raises:
+            AnycoreError: it cannot.
+        """
+        raise NotImplementedError
+
+    async def load(self) -> None:
+        """Get ready for requests. Raises AnycoreError."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """End all that was started."""
+        raise NotImplementedError
+
     # --- for those who fill it ----------------------------------------------------------------------------------
 
     async def wake(self) -> None:
@@ -153,8 +181,8 @@ class Slot:
         """
         raise NotImplementedError
 
-    async def move(self, backend: str, device: int = 0) -> None:
-        """Go on elsewhere. Raises as `reload`."""
+    async def move(self, backend: str, devices: tuple[int, ...] = (0,)) -> None:
+        """Go on elsewhere, on a device for each engine in turn. Raises as `reload`."""
         raise NotImplementedError
 
     async def unload(self) -> None:

@@ -20,16 +20,13 @@ from anycore.models.spec import read_spec
 from anycore.server import wire
 from anycore.server.auth import Guard
 from anycore.server.metrics import Metrics
-from anycore.server.phases import Phase
+from anycore.server.phases import BEHIND, Phase
 from anycore.server.slot import Slot
 
 if TYPE_CHECKING:
     from anycore.models.spec import Architecture, ModelSpec
     from anycore.plugins import Plugins
     from anycore.text.render import Renderer
-
-BEHIND = (*list(Phase)[:3], Phase.DEGRADED, Phase.DRAINING, Phase.READY)
-"""Phases of a server, the one that is furthest from serving first."""
 
 MAX_NAME = 256  # characters of a model name in a request
 
@@ -149,6 +146,13 @@ class ServerState:
         if self.draining:
             return Phase.DRAINING
         return min((phase for phase in phases if phase is not Phase.UNLOADED), key=BEHIND.index, default=Phase.READY)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model that is not unloaded answers requests, be it with a part of its replicas."""
+        slots = [model.slot for model in self.models]
+        answers = all(slot.serves or slot.status.phase is Phase.UNLOADED for slot in slots)
+        return answers and self.phase not in (Phase.DEAD, Phase.DRAINING)
 
 
 def state_of(request: Request) -> ServerState:
