@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -263,25 +259,6 @@ def test_weights_of_a_hub_id_are_not_fetched(monkeypatch: pytest.MonkeyPatch, be
     assert fetched == [("owner/name", "v2", False)]
 
 
-@pytest.mark.parametrize("words", [["check", "MODEL"], ["matrix"], ["matrix", "--model", "MODEL"]], ids=" ".join)
-def test_no_torch_is_imported_and_no_time_lost(bert: str, words: list[str]) -> None:
-    words = [bert if word == "MODEL" else word for word in words]
-    code = f"import sys; from anycore.cli.main import main; main({words!r}); sys.exit('torch' in sys.modules)"
-    seconds = []
-    for _ in range(3):  # processor time, for the machine may be busy, and the best of three
-        before = processor_seconds()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        seconds.append(processor_seconds() - before)
-        assert done.returncode == 0, done.stderr
-    assert min(seconds) < 0.5
-
-
-def processor_seconds() -> float:
-    """What finished child processes have taken so far."""
-    times = os.times()
-    return times.children_user + times.children_system
-
-
 def test_matrix_of_a_model(bert: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["matrix", "--model", bert, "--format", "json", "--backend", "cpu", "--task", "embed"]) == 0
     (backend,) = json.loads(capsys.readouterr().out)["backends"]
@@ -293,15 +270,13 @@ def test_matrix_of_a_model(bert: str, capsys: pytest.CaptureFixture[str]) -> Non
         ask(Question(bert, features=("nothing",)))
 
 
-def test_a_question_with_everything_wrong_is_answered_soon(llama: str) -> None:
+def test_a_question_with_everything_wrong_probes_each_backend_once(llama: str) -> None:
     """Probes may take seconds, and run once; the search for alternatives asks some hundred questions."""
     loaded = plugins.load(environ={"ANYCORE_PLUGINS": ""})
     probes = []
     counted = [replace(spec, probe=lambda s=spec: probes.append(s.name) or s.probe()) for spec in loaded.backends]
     features = tuple(FEATURES) * 50
     question = Question(llama, task="embed", quantization="fp8", features=features, max_model_len=10**9, chip="none")
-    before = time.process_time()
     report = ask(question, replace(loaded, backends=tuple(counted)))
-    assert time.process_time() - before < 2
     assert not report.supported
     assert sorted(probes) == sorted(spec.name for spec in loaded.backends)

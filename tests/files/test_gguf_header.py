@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -62,7 +60,7 @@ def test_header_is_read_as_the_gguf_package_reads_it(tmp_path: Path) -> None:
         file.need("t.absent")
 
 
-def test_opening_does_not_decode_a_large_vocabulary(tmp_path: Path) -> None:
+def test_opening_does_not_decode_a_large_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = gguf.GGUFWriter(tmp_path / "large.gguf", "llama")
     writer.add_token_list([f"word{i}" for i in range(150_000)])
     writer.add_token_scores([0.0] * 150_000)
@@ -71,15 +69,11 @@ def test_opening_does_not_decode_a_large_vocabulary(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    GgufFile(tmp_path / "large.gguf")  # the gguf package is imported here
-    best = min(timed(lambda: GgufFile(tmp_path / "large.gguf")) for _ in range(3))
-    assert best < 0.3, f"{best:.3f} s"
-
-
-def timed(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
+    decoded = []
+    string = GgufFile._string
+    monkeypatch.setattr(GgufFile, "_string", lambda file, offset: decoded.append(offset) or string(file, offset))
+    assert len(GgufFile(tmp_path / "large.gguf").tensors) == 1
+    assert 0 < len(decoded) < 20  # keys and names of tensors
 
 
 @pytest.mark.parametrize("keep", [1, 3, 20, 100, 5_000])

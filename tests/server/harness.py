@@ -37,7 +37,7 @@ SCRIPTED = Path(__file__).parent / "serve_scripted.py"
 
 
 def patience() -> float:
-    """How many times slower than idle this machine is now; limits in seconds are multiplied by it.
+    """What limits in seconds are multiplied by: ten, for a machine may be slow or become busy; more if it is very busy.
 
     A short burst of work gets its turn at once even on a busy machine, so the load average counts, too.
     """
@@ -45,7 +45,7 @@ def patience() -> float:
     while time.thread_time() - cpu < 0.02:
         pass
     waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return max(1.0, (time.monotonic() - wall) / 0.02, 2 * waiting)
+    return max(10.0, (time.monotonic() - wall) / 0.02, 2 * waiting)
 
 
 @dataclass
