@@ -244,6 +244,7 @@ class ServerConfig:
         300.0, "seconds after which an engine's step counts as stuck and the engine is restarted; 0: never"
     )
     shutdown_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
+    console: bool = setting(True, "serve the web console at /")
     strict: bool = setting(False, "refuse to start where a setting had to be adjusted; refuse unknown request fields")
     log_prompts: bool = setting(False, "write prompts and outputs to the log")
     allow_request_template: bool = setting(False, "accept a chat_template in requests (templates are programs)")

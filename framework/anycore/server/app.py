@@ -13,6 +13,7 @@ from anycore.server import (
     admin,
     chat,
     completions,
+    console,
     cors,
     embeddings,
     failures,
@@ -69,6 +70,8 @@ def create_app(
     app.add_middleware(access.Access, metrics=state.metrics, tracer=tracer(config))
     for router in ROUTERS:
         app.include_router(router)
+    if config.console:
+        app.include_router(console.routes())
     scopes.check_routes(app.routes)
     return app
 

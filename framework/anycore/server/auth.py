@@ -15,7 +15,15 @@ from anycore.server.keys import ENTRIES, Key, check_apart, hash_of, plain, read_
 from anycore.server.ledger import Ledger
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
-"""What needs no key: probes. Everything else does, `/metrics` and `/docs` too: they name models and show load."""
+"""Probes, which need no key."""
+
+
+def is_open(path: str) -> bool:
+    """Say what needs no key: probes, and the files of the web console, which are the same on every server.
+
+    Everything else does, `/metrics` and `/docs` too: they name models and show load.
+    """
+    return path in OPEN_ROUTES or path == "/" or path.startswith("/console/")
 
 
 class Found(NamedTuple):
@@ -79,7 +87,7 @@ class Guard:
         Raises:
             Unauthorized: the route needs a key, and there is none or a wrong one.
         """
-        if not self._keys or path in OPEN_ROUTES:
+        if not self._keys or is_open(path):
             return Account(None, self._ledger)
         if authorization is None:
             raise Unauthorized("this server needs an API key: send the header `Authorization: Bearer KEY`")

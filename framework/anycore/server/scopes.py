@@ -52,7 +52,7 @@ def scopes_of(route: APIRoute) -> frozenset[Scope]:
 
 
 def check_routes(routes: Iterable[BaseRoute]) -> None:
-    """Refuse routes of the API that say nothing about scopes and are not open. Pages such as /docs take any key."""
+    """Refuse routes of the API that say nothing about scopes and are not open. Of pages, /docs takes any key."""
     for route in routes:
         if isinstance(route, APIRoute) and not scopes_of(route) and route.path not in OPEN_ROUTES:
             raise TypeError(f"{route.path} names no scope among its dependencies (server/scopes.py)")
