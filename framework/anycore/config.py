@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from anycore.contract.declare import DTYPES
 from anycore.errors import ConfigError
@@ -74,7 +75,9 @@ class ModelConfig:
     )
     quantization_group: int = setting(32, "inputs that share a scale under --quantization w4a16: 32, 64 or 128")
     keep_dense: tuple[str, ...] = setting(
-        (), "matrices that are not quantised, such as lm_head or layers.0.* (small ones and norms never are)"
+        ("auto",),
+        "matrices that are not quantised, such as lm_head or layers.0.* (small ones and norms never are); auto: those "
+        "that w8a8 hurts most; none: no others",
     )
     max_model_len: int | None = setting(
         None,
@@ -132,6 +135,10 @@ class ModelConfig:
     keep_alive: float | None = setting(
         None, "seconds without a request after which the model is unloaded, until the next one (default: it stays)"
     )
+    url: str | None = setting(
+        None, "OpenAI-compatible server that answers for this model, such as http://host:8000/v1: requests go there"
+    )
+    url_api_key_env: str | None = setting(None, "environment variable that holds the key for --url")
     threads: int | None = setting(
         None, "threads the backend's host code may use (default: the cores this process may use)"
     )
@@ -150,6 +157,7 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} must be at least 1, not {value}", param=name)
+        self._check_url()
         self._check_devices()
         share = self.memory_utilization
         if share is not None and not 0 < share <= 1:
@@ -169,6 +177,32 @@ class ModelConfig:
                 "Architectures come from plugins (hook register_models).",
                 param="trust_remote_code",
             )
+
+    def _check_url(self) -> None:
+        """Check a model of another server, for which most settings mean nothing."""
+        if self.url is None:
+            if self.url_api_key_env is not None:
+                raise ConfigError("--url-api-key-env needs --url", param="url_api_key_env")
+            return
+        try:
+            parts = urlsplit(self.url)
+            plain = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
+        except ValueError:
+            plain = False
+        if not plain or parts.query or parts.fragment:
+            raise ConfigError(
+                f"--url must be the address of an API, such as http://host:8000/v1, not {self.url!r} (a key belongs "
+                "into the variable that --url-api-key-env names)",
+                param="url",
+            )
+        if self.task == "auto":
+            raise ConfigError("--url needs --task: what the other server's model does is not looked up", param="task")
+        for item in fields(self):
+            if item.name not in OF_REMOTE and getattr(self, item.name) != item.default:
+                raise ConfigError(
+                    f"{flag(item.name)} means nothing for a model of another server (--url {self.url}): set it there",
+                    param=item.name,
+                )
 
     def _check_devices(self) -> None:
         """Check where replicas are to run."""
@@ -197,6 +231,10 @@ class ModelConfig:
     def names(self) -> tuple[str, ...]:
         """Names clients may use, the first one being the canonical one."""
         return self.served_model_name or (self.model,)
+
+
+OF_REMOTE = frozenset({"model", "served_model_name", "task", "url", "url_api_key_env", "request_timeout"})
+"""The settings of a model of another server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

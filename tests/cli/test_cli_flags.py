@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anycore.cli import local
-from anycore.cli.flags import kind_of, parse_quantity, spellings, switch_flags
+from anycore.cli.flags import holds_numbers, kind_of, parse_quantity, spellings, switch_flags
 from anycore.cli.main import main, parser_of
 from anycore.cli.settings import gather, given
 from anycore.config import ModelConfig, ServerConfig
@@ -21,6 +21,13 @@ from anycore.models.catalog import DEMO
 CONFIGS = (ModelConfig, ServerConfig)
 FIELDS = [(config, item) for config in CONFIGS for item in fields(config)]
 REFUSED = {"trust_remote_code"}  # the field exists to be refused by ModelConfig itself
+TOGETHER: dict[str, dict[str, Any]] = {
+    "url": {"task": "embed"},
+    "url_api_key_env": {"task": "embed", "url": "http://other/v1"},
+    "ssl_keyfile": {"ssl_certfile": "text"},
+    "ssl_ca_certs": {"ssl_certfile": "text"},
+}
+"""Settings that a field wants beside it."""
 
 
 def names(pair: tuple[type[Any], Field[Any]]) -> str:
@@ -33,8 +40,12 @@ def sample(config: type[Any], item: Field[Any]) -> tuple[list[str], Any]:
     if item.metadata["choices"]:
         word = next(choice for choice in item.metadata["choices"] if choice != item.default)
         return [word], word
+    if holds_numbers(item):
+        return ["17"], (17,)
     if kind is tuple:
         return ["one"], ("one",)
+    if item.name == "url":
+        return ["http://other/v1"], "http://other/v1"
     if item.name == "memory_utilization":
         return ["0.25"], 0.25
     if kind is int:
@@ -58,7 +69,7 @@ def test_every_flag_round_trips_in_each_spelling(pair: tuple[type[Any], Field[An
         assert given(parser.read([name, *words]), config)[item.name] == value
         assert given(parser.read([f"{name}={words[0]}"]), config)[item.name] == value
     if item.name not in REFUSED:
-        assert getattr(config(**{item.name: value}), item.name) == value
+        assert getattr(config(**{item.name: value}, **TOGETHER.get(item.name, {})), item.name) == value
 
 
 @pytest.mark.parametrize("pair", FIELDS, ids=names)

@@ -114,6 +114,25 @@ def test_an_empty_value_leaves_a_setting_open(tmp_path: Path) -> None:
         ("models:\n  - model: a\n    max_num_seqs: 0", "models[0]: --max-num-seqs must be at least 1, not 0"),
         ("model: a\nmodels:\n  - model: b", "model and served_model_name belong to each entry of models:"),
         ("port: 9000", "no model is named: give MODEL"),
+        ("port: 9\n\nmodels:\n  - model: a\n    replicas: two", ":5: models[0]: replicas: "),
+        ("models:\n  - model: a\n  - model: b\n    devices: [a]", ":4: models[1]: devices: must be a whole number or"),
+        (
+            "models:\n  - model: b\n    max-model-len: 8\n    replicas: 0",
+            ":4: models[0]: --replicas must be at least 1",
+        ),
+        (
+            "models:\n  - model: b\n    url: there\n    task: embed",
+            ":3: models[0]: --url must be the address of an API",
+        ),
+        ("models:\n  - model: b\n    url: http://k@there/v1\n    task: embed", "a key belongs into the variable"),
+        ("models:\n  - model: b\n    url: http://there/v1", ":2: models[0]: --url needs --task"),
+        (
+            "models:\n  - model: b\n    url: http://there/v1\n    task: embed\n    dtype: float32",
+            ":5: models[0]: --dtype means nothing for a model of another server (--url http://there/v1): set it there",
+        ),
+        ("models:\n  - model: b\n    url-api-key-env: KEY", ":3: models[0]: --url-api-key-env needs --url"),
+        ("url: http://there/v1\nmodels:\n  - model: b", ":1: url and url_api_key_env belong to entries of models:"),
+        ("models:\n  - model: a\n    prot: 1", ":3: models[0]: there is no setting 'prot'"),
         ("- model: m", "must hold settings such as `port: 8000`"),
         ("model: [", "is not YAML"),
         ("", "must hold settings"),
@@ -127,6 +146,24 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, answer: str
     assert caught.value.exit_code == 2
     if "MODEL" not in answer:
         assert "serve.yaml" in caught.value.message
+
+
+def test_a_model_of_another_server_takes_of_the_defaults_what_means_something(tmp_path: Path) -> None:
+    text = """
+max-model-len: 4096
+request-timeout: 60
+models:
+  - model: m
+  - model: far
+    url: https://there/v1
+    task: generate
+    url-api-key-env: THERE
+"""
+    here, there = settings(tmp_path, text).models
+    assert here.max_model_len == 4096
+    assert there == ModelConfig(
+        model="far", url="https://there/v1", task="generate", url_api_key_env="THERE", request_timeout=60.0
+    )
 
 
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,7 +207,7 @@ def serve_here(
     async def run() -> int:
         config = ServerConfig(port=0, **settings)
         # One thread an engine: several of them, or other tests, share these cores.
-        single = [replace(model, threads=model.threads or 1) for model in models]
+        single = [model if model.url else replace(model, threads=model.threads or 1) for model in models]
         live.server = Server(
             config,
             single,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
 
 from anycore.cli.settings import Settings
+from anycore.config import OF_REMOTE, ModelConfig
 from anycore.engine.launch import Prepared, prepare
 from anycore.plugins import Plugins
 
@@ -20,9 +21,37 @@ def effective(settings: Settings, plugins: Plugins) -> dict[str, Any]:
     """
     models = []
     for config, origins in zip(settings.models, settings.models_from, strict=True):
-        prepared = prepare(config, plugins, strict=settings.server.strict, weights=False)
-        models.append(model(prepared, origins))
+        if config.url is not None:
+            models.append(remote(config, origins))
+            continue
+        devices = dict.fromkeys(config.placement)
+        each = {
+            device: prepare(
+                replace(config, device=device, devices=()), plugins, strict=settings.server.strict, weights=False
+            )
+            for device in devices
+        }
+        placement = [place(each[device], device) for device in config.placement]
+        models.append({**model(each[config.placement[0]], origins), "placement": placement})
     return {"server": chosen(settings.server, settings.server_from), "models": models}
+
+
+def place(prepared: Prepared, device: int) -> str:
+    """Where one engine will run."""
+    return f"{prepared.choice.spec.name} {device}: {prepared.choice.device.name}"
+
+
+def remote(config: ModelConfig, origins: dict[str, str]) -> dict[str, Any]:
+    """A model of another server, which is not asked."""
+    return {
+        "model": config.names[0],
+        "architecture": "remote: not checked",
+        "device": config.url,
+        "placement": [f"remote: {config.url}"],
+        "planned": True,
+        "settings": [entry for entry in chosen(config, origins) if entry["name"] in OF_REMOTE],
+        "adjusted": (),
+    }
 
 
 def model(prepared: Prepared, origins: dict[str, str]) -> dict[str, Any]:
@@ -59,6 +88,7 @@ def text(report: dict[str, Any]) -> list[str]:
     lines = ["server", *(f"  {line(entry)}" for entry in report["server"])]
     for served in report["models"]:
         lines += ["", f"model {served['model']}: {served['architecture']} on {served['device']}"]
+        lines += [f"  engine {number}: {where}" for number, where in enumerate(served["placement"])]
         lines += [f"  {line(entry)}" for entry in served["settings"]]
         if not served["planned"]:
             lines.append("  the device tells its memory when it is open: lengths and counts are settled then")

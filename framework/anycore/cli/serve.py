@@ -16,7 +16,7 @@ from anycore.cli.progress import show_progress
 from anycore.cli.settings import gather
 from anycore.config import ModelConfig, ServerConfig, shown
 from anycore.server import logs
-from anycore.server.run import serve
+from anycore.server.run import check_names, serve
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     settings = gather(options)
+    check_names(settings.models)
     if options.dry_run:
         from anycore.cli import dry_run
 

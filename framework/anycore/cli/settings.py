@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from anycore.cli.flags import convert, kind_of, nearest, spellings
-from anycore.config import ModelConfig, ServerConfig, shown
+from anycore.config import OF_REMOTE, ModelConfig, ServerConfig, shown
 from anycore.errors import ConfigError
 from anycore.models.catalog import CATALOG
 
@@ -32,6 +32,22 @@ class SettingsFile:
     server: dict[str, Any]
     model: dict[str, Any]
     models: tuple[dict[str, Any], ...]
+    wheres: tuple[Where, ...] = ()  # of each of `models`
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A part of a file, for messages: which it is, and in which line each of its keys stands."""
+
+    path: Path
+    part: str = ""
+    first: int = 1
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def __call__(self, key: object = None) -> str:
+        """What a message about a key begins with; a key that stands nowhere is missing from the whole."""
+        line = self.lines.get(str(key), self.first)
+        return f"{self.path}:{line}: {self.part}"
 
 
 def gather(options: argparse.Namespace) -> Settings:
@@ -51,8 +67,9 @@ def gather(options: argparse.Namespace) -> Settings:
     origins: list[dict[str, str]] = []
     for number, entry in enumerate(file.models or ({},)):
         said = {**dict.fromkeys({**file.model, **entry}, "file"), **dict.fromkeys(flags, "flag")}
-        values = {**file.model, **entry, **flags}
-        for model in expand(values, f"{path}: models[{number}]: " if file.models else ""):
+        values = {**_meant(entry, file.model), **entry, **_meant(entry, flags)}
+        where = file.wheres[number] if file.models else None
+        for model in expand(values, where):
             models.append(model)
             origins.append(said if model.model == values["model"] else {**dict.fromkeys(shown(model), "list"), **said})
     if len(models) > 1 and "served_model_name" in flags:
@@ -66,6 +83,11 @@ def gather(options: argparse.Namespace) -> Settings:
     return Settings(server, tuple(models), {**by[0], **by[1], **by[2]}, tuple(origins))
 
 
+def _meant(entry: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the settings for all models that mean something for one: few do for a model of another server."""
+    return {name: value for name, value in defaults.items() if "url" not in entry or name in OF_REMOTE}
+
+
 def given(options: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
     """Return the fields of `config` that the command line sets."""
     found = vars(options)
@@ -73,17 +95,18 @@ def given(options: argparse.Namespace, config: type[Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def expand(values: Mapping[str, Any], where: str = "") -> list[ModelConfig]:
+def expand(values: Mapping[str, Any], where: Where | None = None) -> list[ModelConfig]:
     """Make the configuration of one model, or of each model of a built-in list such as `demo`."""
     if not values.get("model"):
-        raise ConfigError(f"{where}no model is named: give MODEL, or model: in a --config file", param="model")
+        begin = where() if where else ""
+        raise ConfigError(f"{begin}no model is named: give MODEL, or model: in a --config file", param="model")
     try:
         if values["model"] in CATALOG:
             rest = {name: value for name, value in values.items() if name != "model"}
             return [replace(config, **rest) for config in CATALOG[values["model"]]]
         return [ModelConfig(**values)]
     except ConfigError as error:
-        raise ConfigError(where + error.message, param=error.param) from error
+        raise ConfigError((where(error.param) if where else "") + error.message, param=error.param) from error
 
 
 def read_file(path: Path) -> SettingsFile:
@@ -92,29 +115,35 @@ def read_file(path: Path) -> SettingsFile:
     Raises:
         ConfigError: naming the file, the key and, for a misspelt one, the nearest right key.
     """
-    data = _load(path)
+    data, lines = _load(path)
+    whole = Where(path, lines={str(key): line for (key, *rest), line in lines.items() if not rest})
     entries = data.pop("models", None)
     if entries is not None and not (isinstance(entries, list) and entries):
-        raise ConfigError(f"{path}: models: must be a list with at least one model", param="models")
+        raise ConfigError(f"{whole('models')}models: must be a list with at least one model", param="models")
     server_keys, model_keys = _keys(ServerConfig), _keys(ModelConfig)
     for key in data:
         if key not in server_keys and key not in model_keys:
             hint = nearest(str(key), ["models", *server_keys, *model_keys])
-            raise ConfigError(f"{path}: there is no setting {key!r}{hint}", param=str(key))
-    server = _values({k: v for k, v in data.items() if k in server_keys}, ServerConfig, f"{path}: ")
-    model = _values({k: v for k, v in data.items() if k in model_keys}, ModelConfig, f"{path}: ")
+            raise ConfigError(f"{whole(key)}there is no setting {key!r}{hint}", param=str(key))
+    server = _values({k: v for k, v in data.items() if k in server_keys}, ServerConfig, whole)
+    model = _values({k: v for k, v in data.items() if k in model_keys}, ModelConfig, whole)
     if entries and model.keys() & {"model", "served_model_name"}:
-        raise ConfigError(f"{path}: model and served_model_name belong to each entry of models:", param="model")
-    models = []
+        raise ConfigError(f"{whole('model')}model and served_model_name belong to each entry of models:", param="model")
+    if entries and model.keys() & {"url", "url_api_key_env"}:
+        raise ConfigError(f"{whole('url')}url and url_api_key_env belong to entries of models:", param="url")
+    models, wheres = [], []
     for number, entry in enumerate(entries or ()):
-        where = f"{path}: models[{number}]: "
+        inside = {str(keys[2]): line for keys, line in lines.items() if keys[:2] == ("models", number) and keys[2:]}
+        where = Where(path, f"models[{number}]: ", lines[("models", number)], inside)
         if not isinstance(entry, dict):
-            raise ConfigError(f"{where}must be a mapping such as `model: NAME`, not {entry!r}", param="models")
+            raise ConfigError(f"{where()}must be a mapping such as `model: NAME`, not {entry!r}", param="models")
         for key in entry.keys() - model_keys.keys():
             hint = "; it belongs to the top level" if key in server_keys else nearest(str(key), model_keys)
-            raise ConfigError(f"{where}there is no setting {key!r}{hint}", param=str(key))
+            raise ConfigError(f"{where(key)}there is no setting {key!r}{hint}", param=str(key))
         models.append(_values(entry, ModelConfig, where))
-    return SettingsFile(server, model, tuple(models))
+        named = {model_keys[key]: line for key, line in inside.items()}  # as ModelConfig calls them
+        wheres.append(replace(where, lines=named))
+    return SettingsFile(server, model, tuple(models), tuple(wheres))
 
 
 def _keys(config: type[Any]) -> dict[str, str]:
@@ -126,7 +155,7 @@ def _keys(config: type[Any]) -> dict[str, str]:
     return keys
 
 
-def _values(data: Mapping[str, Any], config: type[Any], where: str) -> dict[str, Any]:
+def _values(data: Mapping[str, Any], config: type[Any], where: Where) -> dict[str, Any]:
     """Turn the YAML values of known keys into field values."""
     keys = _keys(config)
     items = {item.name: item for item in fields(config)}
@@ -134,18 +163,18 @@ def _values(data: Mapping[str, Any], config: type[Any], where: str) -> dict[str,
     for key, value in data.items():
         item = items[keys[key]]
         if item.name in out:
-            raise ConfigError(f"{where}{key} sets {item.name} a second time", param=item.name)
+            raise ConfigError(f"{where(key)}{key} sets {item.name} a second time", param=item.name)
         if value is None and item.default is None:
             continue
         try:
             out[item.name] = convert(item, kind_of(config, item), value)
         except ValueError as error:
-            raise ConfigError(f"{where}{key}: {error}", param=item.name) from error
+            raise ConfigError(f"{where(key)}{key}: {error}", param=item.name) from error
     return out
 
 
-def _load(path: Path) -> dict[Any, Any]:
-    """Read a YAML mapping in which no key appears twice."""
+def _load(path: Path) -> tuple[dict[Any, Any], dict[tuple[Any, ...], int]]:
+    """Read a YAML mapping in which no key appears twice; also the line of each key and of each entry of a list."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -160,11 +189,25 @@ def _load(path: Path) -> dict[Any, Any]:
             return super().construct_mapping(node, deep=deep)
 
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        text = path.read_text(encoding="utf-8")
+        data = yaml.load(text, Loader)
+        lines = dict(_lines(yaml.compose(text, Loader)))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}", param="config") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold settings such as `port: 8000`", param="config")
-    return data
+    return data, lines
+
+
+def _lines(node: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Yield the path to each key and entry under a node of YAML, and its line."""
+    pairs: list[tuple[Any, Any, Any]] = []
+    if node is not None and node.id == "mapping":
+        pairs = [(key.value, key, value) for key, value in node.value]
+    elif node is not None and node.id == "sequence":
+        pairs = [(number, value, value) for number, value in enumerate(node.value)]
+    for name, at, value in pairs:
+        yield (*place, name), at.start_mark.line + 1
+        yield from _lines(value, (*place, name))

@@ -10,6 +10,8 @@ import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from anycore.server.passing import passed_on
+
 
 class JsonRequest(Request):
     async def json(self) -> Any:
@@ -20,12 +22,16 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """The `route_class` of routers whose bodies may be megabytes: the event loop waits while a body is read."""
+    """The `route_class` of routers whose bodies may be megabytes: the event loop waits while a body is read.
+
+    What is for a model of another server is passed on to it before our schemas are asked.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive))
+            read = JsonRequest(request.scope, request.receive)
+            return await passed_on(read) or await handler(read)
 
         return handle

@@ -92,7 +92,11 @@ class Server:
         return [engine for keeper in self.keepers if (engine := keeper.engine or keeper.next) is not None]
 
     def _slot(self, number: int, model: ModelConfig) -> Slot:
-        """Make what holds a model: one keeper an engine."""
+        """Make what holds a model: one keeper an engine, or the way to another server."""
+        if model.url is not None:
+            from anycore.server.remote import Remote  # needs a package that nothing else does
+
+            return Remote(model, self.metrics.observer(model.names[0]), self.config.step_timeout)
         parts = parts_of(model)
         keepers = [self._keeper(number, engine, part) for engine, part in enumerate(parts)]
         return keepers[0] if len(keepers) == 1 else Replicas(model, keepers)

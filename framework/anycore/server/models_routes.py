@@ -15,6 +15,7 @@ from anycore.errors import BadRequest, ConfigError, Unavailable
 from anycore.server.failures import ERRORS
 from anycore.server.operations import status_of
 from anycore.server.scopes import ANY
+from anycore.server.slot import NOT_CHECKED
 from anycore.server.state import ServedModel, ServerState, named, state_of
 
 router = APIRouter(tags=["models"], responses=ERRORS, dependencies=[ANY])
@@ -56,6 +57,8 @@ async def capabilities(
     report = await asyncio.to_thread(describe, plugins)
     if model is not None:
         served = named(state, model)
+        if served.remote:
+            return {**report, "check": {"model": model, "remote": served.slot.config.url, "support": NOT_CHECKED}}
         source, spec = served.source, served.spec
         question = Question(
             model,

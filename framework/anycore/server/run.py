@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from anycore.config import ModelConfig, ServerConfig, flag
@@ -52,7 +52,10 @@ def serve(
     check_names(models)
     if config.api_servers > 1 and any(model.keep_alive is not None for model in models):
         raise ConfigError("--keep-alive works where one front serves: leave --api-servers at 1", param="keep_alive")
+    if config.api_servers > 1 and any(model.url is not None for model in models):
+        raise ConfigError("url: works where one front serves: leave --api-servers at 1", param="url")
     keys, secrets = read_keys(config)
+    secrets = [*secrets, *remote_keys(models)]
     certificate = certificate_of(config)
     logs.of_server(config, secrets)
     listener = open_port(config)
@@ -97,6 +100,24 @@ def check_names(models: Sequence[ModelConfig]) -> None:
         if name in seen:
             raise ConfigError(f"the name {name!r} is used twice: set --served-model-name", param="served_model_name")
         seen.add(name)
+
+
+def remote_keys(models: Sequence[ModelConfig], environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The keys of other servers that models are served by.
+
+    Raises:
+        ConfigError: a variable that is to hold one is not set.
+    """
+    found = []
+    for model in models:
+        name = model.url_api_key_env
+        if name is not None:
+            if not environ.get(name):
+                raise ConfigError(
+                    f"{model.names[0]}: the variable {name} (url_api_key_env) is not set", param="url_api_key_env"
+                )
+            found.append(environ[name])
+    return found
 
 
 async def _serve(

@@ -23,6 +23,9 @@ from anycore.server.stream import Stream
 IDLE = "idle"  # the code of a model that was unloaded because nobody asked for it: the next request brings it back
 
 
+NOT_CHECKED = "remote: not checked"  # what is known about a model of another server before it is asked
+
+
 class Engine(Protocol):
     """What answers one model's requests. It is started once, and ends once."""
 

@@ -14,7 +14,7 @@ from anycore.config import ModelConfig, ServerConfig
 from anycore.contract.declare import Task
 from anycore.engine.defaults import SamplingDefaults, sampling_defaults
 from anycore.engine.tasks import cannot
-from anycore.errors import BadRequest, ModelNotFound, TaskNotSupported, Unavailable
+from anycore.errors import BadRequest, ModelNotFound, TaskNotSupported, Unavailable, Unsupported
 from anycore.models.source import Source
 from anycore.models.spec import read_spec
 from anycore.server import wire
@@ -115,13 +115,18 @@ class ServedModel:
         return self.reading
 
     @property
+    def remote(self) -> bool:
+        """Whether another server answers for it: then nothing of it is read here."""
+        return self.slot.config.url is not None
+
+    @property
     def ready(self) -> bool:
         """Whether a request would be answered at once."""
-        return self.slot.serves and self.reading is not None
+        return self.slot.serves and (self.remote or self.reading is not None)
 
     def check_ready(self) -> None:
         """Raise Unavailable unless the model can take requests, at once or after a wait."""
-        if self.reading is None or not self.slot.takes:
+        if not self.slot.takes or not (self.remote or self.reading is not None):
             raise self.slot.refusal()
 
 
@@ -193,6 +198,8 @@ def resolve_model(state: ServerState, name: str | None, *tasks: Task) -> ServedM
     model.check_ready()
     if model.task not in tasks:
         raise _wrong_task(state, name, model, tasks)
+    if model.remote:
+        raise Unsupported(f"model {name!r} is served by {model.slot.config.url}, to which this route is not passed on")
     return model
 
 
@@ -210,6 +217,11 @@ def _only_model(state: ServerState, tasks: tuple[Task, ...]) -> ServedModel:
 
 def _wrong_task(state: ServerState, name: str, model: ServedModel, tasks: tuple[Task, ...]) -> TaskNotSupported:
     wanted = " or ".join(task.value for task in tasks)
+    if model.remote:
+        return TaskNotSupported(
+            f"model {name!r} of {model.slot.config.url} is passed on for {model.task.value}, this route needs {wanted}",
+            param="model",
+        )
     able = [task.value for task in model.spec.tasks]
     parts = [f"model {name!r} is served for {model.task.value}, this route needs {wanted}"]
     others = [other.names[0] for other in state.models if other.card and other.task in tasks]
