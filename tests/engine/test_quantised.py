@@ -15,6 +15,7 @@ from allocations import allocations
 from engines import run
 from packing import KeepingOps, SmallOps, keeping
 from safetensors.torch import load_file, save_file
+from tiny import tiny_lm
 from transformers import AutoModelForCausalLM
 
 from anycore import plugins
@@ -187,6 +188,22 @@ def test_patterns_name_something(t_lm: Path) -> None:
         ready(t_lm, keeping(), quantization="w8a8", keep_dense=("layers.77.*",))
     with pytest.raises(ConfigError, match="--quantization-group must be one of 32, 64, 128, not 17"):
         ready(t_lm, keeping(), quantization="w4a16", quantization_group=17)
+
+
+def test_what_w8a8_hurts_most_stays_dense_in_deep_decoders(tmp_path: Path) -> None:
+    deep = tiny_lm(tmp_path, layers=16, hidden=64)
+    down = {f"layers.{layer}.mlp.down_proj.weight" for layer in range(16)}
+
+    def dense(scheme: str = "w8a8", **more: Any) -> set[str]:
+        chosen = ready(deep, keeping(), quantization=scheme, **more).wish.quantization
+        assert chosen is not None
+        return down - set(chosen.formats)
+
+    assert dense() == {f"layers.{layer}.mlp.down_proj.weight" for layer in (0, 1, 2, 15)}
+    assert dense(keep_dense=("none",)) == dense("w4a16") == dense(keep_dense=("lm_head",)) == set()
+    assert len(dense(keep_dense=("auto", "layers.7.*"))) == 5
+    with pytest.raises(ConfigError, match="none stands alone"):
+        dense(keep_dense=("none", "lm_head"))
 
 
 def test_a_backend_without_the_scheme_refuses_before_loading(t_lm: Path) -> None:

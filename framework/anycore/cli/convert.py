@@ -32,8 +32,11 @@ def add_arguments(parser: Parser) -> None:
     )
     text = "a text to find out by which inputs matter, for w4a16: slower to write, closer to the model"
     parser.add_argument("--calibration", metavar="TEXT_FILE", type=Path, help=text)
-    text = "matrices to leave as they are, such as layers.0.* (small ones and norms always are)"
-    parser.add_argument("--keep-dense", metavar="PATTERN,...", default="", help=text)
+    text = (
+        "matrices to leave as they are, such as layers.0.* (small ones and norms always are); auto, the default: those "
+        "that w8a8 hurts most; none: no others"
+    )
+    parser.add_argument("--keep-dense", metavar="PATTERN,...", default="auto", help=text)
     text = "quantise the embedding table and the head, too, which not every other engine reads"
     parser.add_argument("--tables", action="store_true", help=text)
     parser.add_argument(

@@ -31,6 +31,12 @@ SMALLEST = 64
 ALIGNED = 16
 """So do those whose columns are no multiple of it: the products of devices take whole runs."""
 
+SENSITIVE_FIRST, SENSITIVE_LAST, MANY_LAYERS = 3, 1, 16
+"""What "auto" keeps dense under w8a8: in decoders of so many layers and more, the down projections of so many at either
+end. What they multiply holds a few numbers hundreds of times larger than the rest (Sun et al., 2024), beside which a
+scale a token leaves the others nothing: see docs/quantization.md for what that costs.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -107,7 +113,7 @@ def quantization(
     Raises:
         ConfigError: a pattern of `keep_dense` names no matrix, or there are no such groups.
     """
-    kept = matched(spec, keep_dense)
+    kept = matched(spec, spelled_out(spec, scheme if scheme_of(asked) != "auto" else None, keep_dense))
     if group not in GROUPS:
         raise ConfigError(
             f"--quantization-group must be one of {', '.join(map(str, GROUPS))}, not {group}",
@@ -156,6 +162,22 @@ def online(parameter: Parameter, scheme: str, group: int) -> Format | None:
     rows, columns = parameter.shape
     small = min(rows, columns) < SMALLEST
     return None if small or columns % (wanted.group or ALIGNED) else wanted
+
+
+def spelled_out(spec: ModelSpec, scheme: str | None, patterns: Iterable[str]) -> list[str]:
+    """`--keep-dense` with its words undone: "auto" is what rounding to a scheme hurts most, "none" nothing.
+
+    Raises:
+        ConfigError: "none" stands beside others.
+    """
+    given = list(patterns)
+    if "none" in given and len(given) > 1:
+        raise ConfigError("--keep-dense none stands alone", param="keep_dense")
+    found = [pattern for pattern in given if pattern not in ("auto", "none")]
+    if "auto" in given and scheme == "w8a8" and spec.attention == "causal" and spec.layers >= MANY_LAYERS:
+        ends = (*range(SENSITIVE_FIRST), *range(spec.layers - SENSITIVE_LAST, spec.layers))
+        found += [f"layers.{layer}.mlp.down_proj" for layer in ends]
+    return found
 
 
 def matched(spec: ModelSpec, patterns: Iterable[str]) -> set[str]:

@@ -27,7 +27,7 @@ from anycore.models.loader import check
 from anycore.models.parameters import canonical, parameters
 from anycore.models.quantised.methods import OLD_FILES
 from anycore.models.quantised.rounding import quantise
-from anycore.models.quantization import GROUPS, matched, online
+from anycore.models.quantization import GROUPS, matched, online, spelled_out
 from anycore.models.shards import INDEX, SINGLE
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
@@ -52,7 +52,7 @@ class Conversion:
     quantization: str | None = None  # "w8a8", "w4a16", "fp8"; None: dense
     group: int = 32
     calibration: str | None = None  # text
-    keep_dense: tuple[str, ...] = ()
+    keep_dense: tuple[str, ...] = ("auto",)
     tables: bool = False  # quantise the embedding table and the head, too
     dtype: str = "auto"  # of what is dense
     model_type: str | None = None  # for files named as Meta does
@@ -135,7 +135,7 @@ def is_usual(path: Path) -> bool:
 
 def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
     """The format of each matrix to round, by its name in the table of parameters."""
-    kept = matched(spec, asked.keep_dense)
+    kept = matched(spec, spelled_out(spec, asked.quantization, asked.keep_dense))
     if asked.quantization is None:
         return {}
     formats: dict[str, Format] = {}
