@@ -31,7 +31,8 @@ SAMPLING = {
 }
 """Sampling flags: type and help. They join --override-generation-config, so the model's own defaults fill the rest."""
 
-NOT_HERE = ("model", "served_model_name", "task", "max_queued", "request_timeout")
+OF_SERVERS = ("served_model_name", "max_queued", "request_timeout", "replicas", "devices", "url", "url_api_key_env")
+NOT_HERE = ("model", "task", *OF_SERVERS)
 
 
 def add_model_flags(parser: Parser) -> None:
