@@ -18,7 +18,7 @@ function add(role, content) {
 
 // Paragraphs as they are, and blocks between ``` as code.
 function layOut(content) {
-  return content.split(/^```[^\n]*\n?/m).map((part, i) => (i % 2 ? make("div", { class: "pre" }, part.trimEnd()) : part));
+  return content.split(/^```[^\n]*\n?/m).map((part, i) => (i % 2 ? make("div", { class: "pre" }, part.trimEnd()) : part.trim()));
 }
 
 function body() {

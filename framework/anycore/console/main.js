@@ -11,6 +11,7 @@ import * as status from "./status.js";
 const pages = { chat, pooled, status, matrix, memory };
 const links = document.querySelectorAll("nav a");
 let shown = null;
+let again = null;
 
 function show(focus) {
   const name = location.hash.slice(1) in pages ? location.hash.slice(1) : shown ?? "chat";
@@ -30,12 +31,14 @@ function show(focus) {
 
 // Reads the models anew; what the page shows beyond them is its own to read.
 async function refresh() {
+  clearTimeout(again);
   try {
     const models = (await json("v1/models")).data;
     byId("alert").replaceChildren();
     offer("chat-model", models, "generate");
     offer("embed-model", models, "embed");
     offer("rerank-model", models, "rerank");
+    if (models.some((model) => !model.tasks)) again = setTimeout(refresh, 2000); // it is still being planned
     await pages[shown].enter?.(models);
   } catch (error) {
     byId("alert").replaceChildren(errorOf(error));

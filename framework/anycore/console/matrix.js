@@ -34,8 +34,10 @@ function where({ available, probe }) {
   return [probe.reason, probe.advice].filter(Boolean).join(". ");
 }
 
+const note = (text) => make("tr", { class: "note" }, make("td", { colspan: "8" }, make("small", {}, text)));
+
 function details(backend) {
-  const rows = backend.support.map((row) => make("tr", {}, ...cells(
+  const rows = backend.support.flatMap((row) => [make("tr", row.note ? { class: "noted" } : {}, ...cells(
     row.tasks.join(", "),
     row.attention,
     [mark(standing(row)), make("small", {}, row.evidence.replace(/^(proven|stale|declared)[:, ]*/, ""))],
@@ -43,8 +45,8 @@ function details(backend) {
     row.weights.join(", "),
     row.schemes.join(", ") || "–",
     row.kv_caches.join(", ") || "–",
-    [row.chips.join(", ") || "any", make("small", {}, row.note)],
-  )));
+    row.chips.join(", ") || "any",
+  )), ...(row.note ? [note(row.note)] : [])]);
   const columns = ["Tasks", "Attention", "Evidence", "Level", "Weights", "Quantised", "KV caches", "Chips"];
   const table = make("table", {}, head(...columns), make("tbody", {}, ...rows));
   return make("section", { class: "panel", "aria-label": `Backend ${backend.name}` },

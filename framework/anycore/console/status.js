@@ -5,7 +5,7 @@ import { badge, byId, errorOf, make } from "./dom.js";
 import { Plot } from "./plot.js";
 
 const EVERY = 2000;
-const kinds = { ready: "good", degraded: "warn", draining: "warn", dead: "bad", failed: "bad" };
+const kinds = { ready: "good", degraded: "warn", draining: "warn", dead: "bad" };
 const panels = new Map(); // by model
 let timer = null;
 let looking = false;
@@ -42,8 +42,9 @@ class Panel {
     const of = (name) => found.filter((sample) => sample.name === name).map(({ value }) => value);
     const sum = (name) => of(name).reduce((a, b) => a + b, 0);
     const kv = of("kv_cache_usage_perc");
-    this.plots.kv.element.hidden = !kv.length;
-    if (kv.length) this.plots.kv.add(now, Math.max(...kv));
+    const blocks = found.some(({ name, labels }) => name === "cache_config_info" && Number(labels.num_blocks) > 0);
+    this.plots.kv.element.hidden = !blocks; // what looks ahead or pools over all tokens keeps no cache
+    if (blocks) this.plots.kv.add(now, Math.max(...kv));
     this.plots.running.add(now, sum("num_requests_running"));
     this.plots.waiting.add(now, sum("num_requests_waiting"));
     const tokens = sum("generation_tokens_total") + sum("prompt_tokens_total");
