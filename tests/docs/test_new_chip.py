@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from docs.pages import ROOT, blocks
-from installed import install
+from installed import install, own_cache
 
 PAGE = ROOT / "docs" / "new-chip.md"
 
@@ -21,6 +21,7 @@ class Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.package = folder / "anycore-acme" / "anycore_acme"
+        self.cache = own_cache(folder / "cache")
         self.said = ""
 
     def type(self, command: str) -> None:
@@ -34,7 +35,7 @@ class Reader:
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
             "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONDONTWRITEBYTECODE": "1",  # a file is changed within a second
-            "ANYCORE_CACHE": str(self.folder / "cache"),
+            "ANYCORE_CACHE": str(self.cache),
             "OMP_NUM_THREADS": "1",
         }
         done = subprocess.run(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from installed import anycore, install
+from installed import anycore, install, own_cache
 
 onnxruntime = pytest.importorskip("onnxruntime")
 onnx = pytest.importorskip("onnx")
@@ -39,7 +39,7 @@ CLOSE = 2e-6
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One cache for the module: each model is traced once."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
+        folder = own_cache(tmp_path_factory.mktemp("cache"))
         patch.setenv("ANYCORE_CACHE", str(folder))
         yield folder
 

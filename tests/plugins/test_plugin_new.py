@@ -13,7 +13,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from installed import anycore
+from installed import anycore, own_cache
 
 from anycore.cli import plugin_new
 from anycore.cli.main import main
@@ -114,7 +114,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
 def test_installed_in_a_new_environment_it_passes_the_kit(environment: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     words = ["conformance", "acme", "--quick", "--report", str(report)]
-    done = run([str(environment), "-m", "anycore.cli.main", *words], ANYCORE_CACHE=str(tmp_path))
+    done = run([str(environment), "-m", "anycore.cli.main", *words], ANYCORE_CACHE=str(own_cache(tmp_path / "cache")))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     counts = json.loads(report.read_text())["conformance"]
     assert counts["failed"] == 0

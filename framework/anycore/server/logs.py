@@ -58,7 +58,7 @@ class MaskingFormatter(logging.Formatter):
         if self._loud:
             return super().formatException(raised)
         kind, _, at = raised
-        return f"{''.join(traceback.format_tb(at))}{kind.__name__}"
+        return f"Traceback (most recent call last):\n{''.join(traceback.format_tb(at))}{kind.__name__}"
 
     def mask(self, text: str) -> str:
         for secret in self._secrets:

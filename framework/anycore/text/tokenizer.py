@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from anycore.errors import BadRequest, ConfigError, SourceError
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
     from anycore.models.source import Source
+
+_importing = Lock()
+"""transformers fetches its parts when they are first asked for, which two threads must not do at the same time."""
 
 
 class Tokenizer:
@@ -187,7 +191,8 @@ def byte_alphabet() -> dict[str, int]:
 
 def from_folder(folder: Path) -> Tokenizer:
     """Read a Hugging Face folder's tokenizer through transformers, which knows each family's peculiarities."""
-    from transformers import AutoTokenizer
+    with _importing:
+        from transformers import AutoTokenizer
 
     settings = read_settings(folder / "tokenizer_config.json")
     try:
