@@ -96,7 +96,7 @@ def test_bfloat16_is_native_where_the_chip_multiplies_it(
         assert wide.level is (Level.NATIVE if kernels else Level.REFERENCE)
         assert kernels or "anycore doctor says why" in wide.note
         fitting = [row for row in support.SPEC.support if not mismatches(row, replace(need, scheme="w4a16"))]
-        assert len(fitting) == kernels
+        assert bool(fitting) == kernels
 
 
 def test_probe_keeps_the_reason_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

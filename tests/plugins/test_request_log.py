@@ -50,6 +50,9 @@ def test_each_request_is_one_line_with_its_numbers(tmp_path: Path, monkeypatch: 
         "queue_seconds": 0.25,
         "first_token_seconds": None,
         "total_seconds": 0.5,
+        "preemptions": 0,
+        "last_token_seconds": None,
+        "longest_output": 0,
     }
 
 

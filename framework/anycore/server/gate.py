@@ -54,7 +54,7 @@ class Gate:
         try:
             check_headers(scope["headers"])
             account = self._guard.admit(scope["path"], headers.get(b"authorization"))
-            scope["state"] |= {"account": account, "key": account.key}
+            scope.setdefault("state", {}).update(account=account, key=account.key)
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await read_body(headers, receive, self._max_body)
             await self._app(scope, receive, send)
