@@ -62,6 +62,7 @@ class Other:
                 await self._event(response, {"model": body["model"], "choices": [choice]})
                 if what == "cut":
                     assert request.transport is not None
+                    await asyncio.sleep(0.5)  # for the first event to have been passed on
                     request.transport.close()
                     return response
                 await asyncio.sleep(0.01)

@@ -26,6 +26,7 @@ COMMANDS = {
     "check": "say whether a model can be served here, and if not, what is the least to change",
     "plan": "say what memory a model takes on a device, here or not, and what to change if it does not fit",
     "convert": "write a model anew: quantised, or from files that serve does not read",
+    "key new": "make an API key, and the line that lets a server know it",
     "doctor": "show versions, devices, failed plugins and the environment; check a device",
     "conformance": "prove what a backend declares, on this machine's device",
     "plugin new": "write the project of a new backend, which works and is tested as it stands",

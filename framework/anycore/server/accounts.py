@@ -56,7 +56,7 @@ class Account:
                 raise _limited(f"key {key.name} may send {key.requests_per_minute} requests a minute and has", wait)
 
     def take_prompt(self, tokens: int) -> None:
-        """Count the prompt's tokens, before any is computed.
+        """Count the prompt's tokens, before any is computed; 0 where only the answer will tell how many they are.
 
         Raises:
             RateLimited: the key has used too many this minute.
@@ -73,10 +73,7 @@ class Account:
             )
         wait = self._ledger.take(key.name, TOKENS, tokens, allowance, time.monotonic())
         if wait:
-            raise _limited(
-                f"key {key.name} may use {allowance} tokens a minute; there is no room for the {tokens} of this input",
-                wait,
-            )
+            raise _limited(f"key {key.name} may use {allowance} tokens a minute, too many are used for {tokens} more", wait)
         self._prompt += tokens
 
     def add_output(self, tokens: int) -> None:

@@ -51,10 +51,11 @@ def read_keys(config: ServerConfig, environ: Mapping[str, str] = os.environ) -> 
     if config.api_key_file is not None:
         path = Path(config.api_key_file)
         try:
+            text = path.read_text("utf-8")
             if path.suffix in ENTRIES:
-                entries = read_entries(path)
+                entries = read_entries(text)
             else:
-                given["line"] = read_lines(path)
+                given["line"] = read_lines(text)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--api-key-file {path} cannot be read: {error}", param="api_key_file") from error
         if not entries and not given["line"]:

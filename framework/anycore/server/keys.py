@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import secrets
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +17,9 @@ Scope = Literal["infer", "admin", "metrics"]
 SCOPES: tuple[Scope, ...] = ("infer", "admin", "metrics")
 ENTRIES = (".yaml", ".yml", ".json")
 """Endings of files that hold entries; any other file holds one key a line."""
+
+LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_tokens")
+"""Fields of a key that hold a limit, in whole numbers."""
 
 MAX_KEYS = 1000
 PREFIX = "ak-"  # so that scanners for leaked secrets have something to look for
@@ -45,7 +47,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError(f"name {self.name[:80]!r} must be 1 to 64 letters, digits, dots, dashes or underscores")
         if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
             raise ValueError(f"sha256 of key {self.name} must be 64 hexadecimal digits (`anycore key new` writes them)")
-        for field in ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_tokens"):
+        for field in LIMITS:
             value = getattr(self, field)
             if value is not None and not 1 <= value < 2**31:
                 raise ValueError(f"{field} of key {self.name} must be between 1 and {2**31 - 1}, not {value}")
@@ -73,22 +75,20 @@ def new_secret() -> str:
 def entry_of(key: Key) -> str:
     """Write a key as one line of a file of entries, without what it leaves at its default."""
     given: dict[str, Any] = {"name": key.name, "sha256": key.sha256, "scopes": [s for s in SCOPES if s in key.scopes]}
-    limits = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "max_tokens")
-    given |= {field: getattr(key, field) for field in limits if getattr(key, field) is not None}
+    given |= {field: getattr(key, field) for field in LIMITS if getattr(key, field) is not None}
     if key.weight != 1:
         given["weight"] = key.weight
     return "- " + json.dumps(given)
 
 
-def read_entries(path: Path) -> list[Key]:
-    """Read a file of entries: a list, in YAML or JSON.
+def read_entries(text: str) -> list[Key]:
+    """Read what a file of entries holds: a list, in YAML or JSON.
 
     Raises:
         ValueError: it is no such list, or an entry is wrong; the sentence says where.
-        OSError: it cannot be read.
     """
     try:
-        found = yaml.safe_load(path.read_text("utf-8"))
+        found = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise ValueError(f"line {mark.line + 1} is not YAML" if mark else "this is not YAML") from None
@@ -107,14 +107,13 @@ def _spelled(entry: Any) -> Any:
     return {str(k).replace("-", "_"): v for k, v in entry.items()} if isinstance(entry, dict) else entry
 
 
-def read_lines(path: Path) -> list[str]:
-    """Read a file with one key a line.
+def read_lines(text: str) -> list[str]:
+    """Read what a file with one key a line holds.
 
     Raises:
         ValueError: a line holds blanks, so it is no key: most likely an entry in a file with the wrong ending.
-        OSError: it cannot be read.
     """
-    lines = [line.strip() for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
+    lines = [line.strip() for line in text.splitlines() if not line.startswith("#")]
     for number, line in enumerate(lines, 1):
         if re.search(r"\s", line):
             endings = ", ".join(ENTRIES)

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 
 from anycore.contract.declare import Task
 from anycore.engine.request import NewRequest
-from anycore.errors import AnycoreError, Overloaded, Unavailable
+from anycore.errors import AnycoreError, BadRequest, Overloaded, Unavailable
 from anycore.server import visits
 from anycore.server.door import Call, caller_of
 from anycore.server.scopes import Needs
@@ -77,6 +77,7 @@ async def passed_on(request: Request) -> Response | None:
     await Needs("infer")(request)
     call = await caller_of(request, request.headers.get("x-request-timeout"))
     model.check_ready()
+    call.account.take_prompt(0)
     return await _Forwarding(request, model, call, fields).answer()
 
 
@@ -110,11 +111,21 @@ class _Forwarding:
         self._new = call.in_time(new, model)
 
     def _limit(self) -> None:
-        """Hold the answer to what the key may have."""
-        asked = _value(self._fields, "max_completion_tokens") or _value(self._fields, "max_tokens")
-        limit = self._call.account.limit_output(asked if isinstance(asked, int) else None, None)
-        if limit is not None and asked is None:
-            self._fields["max_tokens"] = _raw(limit)
+        """Hold the answer to what the key may have, whichever field the other server reads and as what.
+
+        Raises:
+            BadRequest: more is asked for, or what cannot be compared.
+        """
+        cap = self._call.account.limit_output(None, None)
+        if cap is None:
+            return
+        asked = {name: _value(self._fields, name) for name in ("max_tokens", "max_completion_tokens")}
+        for name, value in asked.items():
+            if value is not None and type(value) is not int:
+                raise BadRequest(f"{name} must be a whole number", param=name)
+            self._call.account.limit_output(value, None)
+        if all(value is None for value in asked.values()):
+            self._fields["max_tokens"] = _raw(cap)
 
     def _count_streams(self) -> None:
         """Let the other server count a stream's tokens; what the client has not asked for is not sent on to it."""
