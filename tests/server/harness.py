@@ -31,6 +31,7 @@ from anycore.server.bridge import EngineClient
 from anycore.server.keys import plain
 from anycore.server.lifecycle import Server
 from anycore.server.port import listen, url_of
+from anycore.server.tls import certificate_of
 
 START_SECONDS = 60.0
 SCRIPTED = Path(__file__).parent / "serve_scripted.py"
@@ -201,11 +202,12 @@ def serve_here(
     """Serve models from threads of this process; `settings` are ServerConfig's."""
     listener = listen("127.0.0.1", 0)
     loop = asyncio.new_event_loop()
-    live = Live(url_of(listener), loop=loop)
+    config = ServerConfig(port=0, **settings)
+    certificate = certificate_of(config)
+    live = Live(url_of(listener, certificate is not None), loop=loop)
     directory = Path(tempfile.mkdtemp(prefix="anycore-"))
 
     async def run() -> int:
-        config = ServerConfig(port=0, **settings)
         # One thread an engine: several of them, or other tests, share these cores.
         single = [model if model.url else replace(model, threads=model.threads or 1) for model in models]
         live.server = Server(
@@ -213,6 +215,7 @@ def serve_here(
             single,
             guard or Guard([plain(f"key-{i}", key) for i, key in enumerate(keys, 1)]),
             directory,
+            certificate=certificate,
             client=partial(ThreadClient, launch=launch),
         )
         return await live.server.run(listener)

@@ -73,7 +73,9 @@ class Account:
             )
         wait = self._ledger.take(key.name, TOKENS, tokens, allowance, time.monotonic())
         if wait:
-            raise _limited(f"key {key.name} may use {allowance} tokens a minute, too many are used for {tokens} more", wait)
+            raise _limited(
+                f"key {key.name} may use {allowance} tokens a minute, too many are used for {tokens} more", wait
+            )
         self._prompt += tokens
 
     def add_output(self, tokens: int) -> None:

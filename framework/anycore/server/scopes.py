@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from anycore.errors import Forbidden
-from anycore.server.auth import OPEN_ROUTES
+from anycore.server.auth import is_open
 from anycore.server.keys import Scope
 
 
@@ -76,7 +76,8 @@ def scopes_of(route: APIRoute) -> frozenset[Scope]:
 
 
 def check_routes(routes: Iterable[BaseRoute]) -> None:
-    """Refuse routes of the API that say nothing about scopes and are not open. Of pages, /docs takes any key."""
+    """Refuse routes that say nothing about scopes and are not open. FastAPI's own, such as /docs, take any key."""
     for route in routes:
-        if isinstance(route, APIRoute) and not scopes_of(route) and route.path not in OPEN_ROUTES:
-            raise TypeError(f"{route.path} names no scope among its dependencies (server/scopes.py)")
+        path = getattr(route, "path", repr(route))
+        if not is_open(path) and not (isinstance(route, APIRoute) and scopes_of(route)):
+            raise TypeError(f"{path} names no scope among its dependencies (server/scopes.py)")
