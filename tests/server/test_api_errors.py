@@ -139,6 +139,23 @@ def test_o02_deep_and_large_bodies(api: httpx.Client) -> None:
     assert api.post(CHAT, json=GREEDY, headers=many).status_code in (400, 431)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
+        (COMPLETIONS, {"stop": ["a"] * 5}, "stop"),
+        (COMPLETIONS, {"stop_token_ids": [5] * 129}, "stop_token_ids"),
+        (COMPLETIONS, {"bad_words": ["a"] * 257}, "bad_words"),
+        (COMPLETIONS, {"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        (COMPLETIONS, {"prompt": ["a"] * 2049}, "prompt"),
+        ("/v1/detokenize", {"tokens": [5] * (2**20 + 1)}, "tokens"),
+    ],
+)
+def test_o02_one_entry_too_many(api: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    """The lengths that docs/security.md lists."""
+    error_of(raw(api, path, json.dumps({"model": "lm", "prompt": "a", **body})), 400, param)
+
+
 def test_deadlines(api: httpx.Client) -> None:
     body = {**GREEDY, "max_tokens": 300, "ignore_eos": True}
     error_of(api.post(CHAT, json=body, headers={"x-request-timeout": "0.001"}), 504, code="deadline_exceeded")

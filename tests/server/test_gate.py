@@ -22,7 +22,7 @@ from anycore.config import ModelConfig
 from anycore.errors import BadRequest
 from anycore.server.auth import Guard
 from anycore.server.failures import add_handlers, field_of
-from anycore.server.gate import MAX_DEPTH, Gate, check_depth
+from anycore.server.gate import MAX_DEPTH, MAX_HEADERS, Gate, check_depth
 from anycore.server.logs import MaskingFormatter
 
 LIMIT = 20_000
@@ -116,6 +116,18 @@ def test_o02_nesting_and_headers(live: Live) -> None:
         assert head.startswith(b"HTTP/1.1 400")
         assert json.loads(body)["error"]["code"] == "invalid_http"
     alive(live)
+
+
+def test_o02_limits_are_met_exactly(live: Live) -> None:
+    sent = len(httpx.Request("GET", live.url).headers) + 4  # accept, accept-encoding, connection, user-agent
+    fits = {f"x-{i}": "1" for i in range(MAX_HEADERS - sent)}
+    assert live.get("/v1/models", headers=fits).status_code == 200
+    check(live.get("/v1/models", headers={**fits, "x-more": "1"}), 431, "headers_too_large")
+    for size, status in ((LIMIT, 200), (LIMIT + 1, 413)):
+        body = b'{"model": "lm", "prompt": [7], "max_tokens": 1}'
+        body += b" " * (size - len(body))
+        response = live.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == status, response.text
 
 
 def test_depth_counts_brackets_outside_strings() -> None:

@@ -277,15 +277,9 @@ sys.stdin.readline()
 
 def test_two_processes_take_from_one_bucket_and_what_the_dead_held_is_free_again(tmp_path: Path) -> None:
     path = tmp_path / "limits"
-    takers = [
-        subprocess.Popen(
-            [sys.executable, "-c", TAKER, str(path), str(front)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for front in range(2)
-    ]
+    command = [sys.executable, "-c", TAKER, str(path)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    takers = [subprocess.Popen([*command, str(front)], **pipes) for front in range(2)]
     try:
         lines = [taker.stdout for taker in takers]
         assert [line.readline() for line in lines if line] == ["ready\n"] * 2

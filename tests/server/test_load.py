@@ -13,7 +13,24 @@ import pytest
 from server.harness import Live, patience, serve_here
 
 from anycore.config import ModelConfig
+from anycore.engine.engine import Engine
+from anycore.engine.pace import Pace
 from anycore.engine.request import Stats
+from anycore.server import child, wire
+
+ENGINES: list[Engine] = []
+
+
+def launch(boot: wire.Boot, progress: child.Progress) -> tuple[wire.Planned, child.Build]:
+    """A model's engine, into which the tests can look."""
+    planned, build = child.launch_model(boot, progress)
+
+    def build_and_keep(progress: child.Progress) -> tuple[Engine, dict[str, Any]]:
+        engine, card = build(progress)
+        ENGINES.append(engine)
+        return engine, card
+
+    return planned, build_and_keep
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +39,9 @@ def live(t_lm: Path) -> Iterator[Live]:
     model = ModelConfig(
         model=str(t_lm), served_model_name=("lm",), max_num_seqs=1, max_queued=4, kv_cache_memory=4 << 20
     )
-    with serve_here(model) as live:
+    with serve_here(model, launch=launch) as live:
         yield live
+    ENGINES.clear()
 
 
 def body(tokens: int, **more: Any) -> dict[str, Any]:
@@ -64,6 +82,30 @@ def test_m09_a_full_queue_refuses_streams_with_a_status(live: Live) -> None:
         refused = live.post("/v1/completions", body(300, stream=True))
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     live.wait(lambda: idle(live), 2)
+
+
+def test_m09_retry_after_is_what_the_engine_has_measured(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace()  # one that has seen two sequences end in 20 s
+    pace.step(time.monotonic() - 20, 0, busy=True)
+    pace.step(time.monotonic(), 2, busy=False)
+    monkeypatch.setattr(ENGINES[0], "_pace", pace)
+    with httpx.stream("POST", live.url + "/v1/completions", json=body(300, stream=True, n=5), verify=False) as stream:
+        parts = stream.iter_text()
+        next(parts)
+        refused = live.post("/v1/completions", body(300))
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 40  # four wait, ten seconds each
+    live.wait(lambda: idle(live), 2)
+
+
+def test_m09_a_deadline_holds_in_the_queue(live: Live) -> None:
+    with httpx.stream("POST", live.url + "/v1/completions", json=body(300, stream=True, n=4), verify=False) as stream:
+        parts = stream.iter_text()
+        next(parts)
+        late = live.post("/v1/completions", body(300), headers={"x-request-timeout": "0.02"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+    live.wait(lambda: idle(live), 2)
+    assert stats(live).blocks_free == stats(live).blocks
 
 
 def leave(live: Live, streamed: bool, n: int, prompt: Any) -> None:

@@ -20,7 +20,15 @@ from server.harness import Live, serve_here
 
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import ConfigError
+from anycore.server.auth import Guard
+from anycore.server.keys import Key, hash_of, plain
 from anycore.server.run import remote_keys, serve
+
+KEYS = [
+    plain("ours", "ours"),
+    Key(name="capped", sha256=hash_of(b"capped"), max_tokens=5),
+    Key(name="tokens", sha256=hash_of(b"tokens"), tokens_per_minute=6),
+]
 
 
 class Other:
@@ -130,13 +138,13 @@ def live(other: Other, t_lm: Path) -> Iterator[Live]:
         patch.setenv("FAR_KEY", "far-key")
         vectors = far(other.url, model="far-vectors", served_model_name=("vectors",), task="embed")
         near = served(t_lm, "near")
-        with serve_here(far(other.url), vectors, near, launch=scripted(str(t_lm)), keys=("ours",)) as live:
+        with serve_here(far(other.url), vectors, near, launch=scripted(str(t_lm)), guard=Guard(KEYS)) as live:
             yield live
 
 
 def post(live: Live, body: dict[str, Any], path: str = "/v1/completions", **headers: str) -> httpx.Response:
     body = {"model": "far", "prompt": "a", **body}
-    return live.post(path, body, headers={"Authorization": "Bearer ours", **headers})
+    return live.post(path, body, headers={"authorization": "Bearer ours", **headers})
 
 
 def count(live: Live, name: str) -> float:
@@ -227,6 +235,34 @@ def test_a_client_that_leaves_ends_the_request_there(live: Live, other: Other) -
 def test_a_deadline_ends_it(live: Live) -> None:
     answer = post(live, {"user": "sleep"}, **{"x-request-timeout": "0.3"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"max_tokens": 6}, "max_tokens"),
+        ({"max_tokens": 6, "max_completion_tokens": 1}, "max_tokens"),
+        ({"max_tokens": 1, "max_completion_tokens": 6}, "max_tokens"),
+        ({"max_tokens": 6.0}, "max_tokens"),
+        ({"max_completion_tokens": "6"}, "max_completion_tokens"),
+    ],
+)
+def test_the_cap_of_a_key_holds_whichever_field_is_read_there(live: Live, asked: dict[str, Any], param: str) -> None:
+    answer = post(live, asked, authorization="Bearer capped")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_the_cap_of_a_key_is_asked_for_where_nothing_is(live: Live, other: Other) -> None:
+    for asked, sent in (({}, 5), ({"max_tokens": None}, 5), ({"max_tokens": 3}, 3)):
+        assert post(live, asked, authorization="Bearer capped").status_code == 200
+        assert other.requests[-1][2]["max_tokens"] == sent
+
+
+def test_tokens_of_answers_from_there_are_waited_for(live: Live) -> None:
+    assert post(live, {}, authorization="Bearer tokens").status_code == 200  # seven, of which the other server tells
+    answer = post(live, {}, authorization="Bearer tokens")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 1 <= int(answer.headers["retry-after"]) <= 10
 
 
 def test_keys_tasks_and_routes_are_ours(live: Live) -> None:
