@@ -33,11 +33,15 @@ from anycore.config import ENVIRONMENT, ServerConfig
 from anycore.contract.backend import Backend, Memory
 from anycore.contract.declare import FEATURES, BackendSpec, Device, Need, Probe, Task, explain
 from anycore.contract.ops import Ops
-from anycore.engine.request import RequestRecord
+from anycore.engine.request import MAX_LOGIT_BIAS, MAX_N, MAX_STOP, MAX_STOP_TOKEN_IDS, RequestRecord
 from anycore.models import companions, families
 from anycore.models.source import Source
 from anycore.models.spec import read_spec
+from anycore.server import protocol, protocol_generate, protocol_pool
 from anycore.server.app import create_app
+from anycore.server.gate import MAX_DEPTH, MAX_HEADERS
+from anycore.server.http import MAX_HEADER_BYTES
+from anycore.server.protocol_messages import MAX_MESSAGES
 from anycore.server.series import GROUPS, MODEL, PREFIX
 from anycore_ascend.versions import RELEASES
 
@@ -188,6 +192,29 @@ def routes() -> str:
         method, _, text = key.split("|", 2)
         rows.append((method, ", ".join(f"`{path}`" for path in paths), " ".join(text.split())))
     return table(("", "route", ""), rows)
+
+
+def limits() -> str:
+    """What one HTTP request may hold, and what it is answered with beyond that."""
+    body = f"{ServerConfig().max_body_size:,} bytes (`--max-body-size`)"
+    rows = [
+        ("headers", f"{MAX_HEADERS}", "431 `headers_too_large`"),
+        ("headers, with the request line", f"{MAX_HEADER_BYTES:,} bytes", "400 `invalid_http`"),
+        ("body", body, "413 `request_too_large`"),
+        ("nesting of the body", f"{MAX_DEPTH} levels", "400 `nested_too_deeply`"),
+    ]
+    arrays = {
+        "`prompt`, `input`, `documents`": f"{protocol.MAX_INPUTS:,} entries",
+        "`messages`": f"{MAX_MESSAGES:,} entries",
+        "`tokens` to detokenize": f"{protocol_pool.MAX_IDS:,} ids",
+        "`stop`": f"{MAX_STOP} strings of {protocol_generate.MAX_TEXT:,} characters",
+        "`stop_token_ids`": f"{MAX_STOP_TOKEN_IDS} ids",
+        "`bad_words`": f"{protocol_generate.MAX_BAD_WORDS} strings of {protocol_generate.MAX_TEXT:,} characters",
+        "`logit_bias`": f"{MAX_LOGIT_BIAS} ids",
+        "`n`": f"{MAX_N}",
+    }
+    rows += [(what, limit, "400, naming the field") for what, limit in arrays.items()]
+    return table(("of a request", "at most", "beyond it"), rows)
 
 
 NONE_IF_EMPTY = ("schemes", "kv_caches", "features")
@@ -371,6 +398,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "buckets": buckets,
     "old-names": old_names,
     "routes": routes,
+    "limits": limits,
     "matrix": matrix(
         "tasks", "attention", "weights", "schemes", "kv_caches", "block_sizes", "features", "chips", "level", "note"
     ),

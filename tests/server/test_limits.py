@@ -46,6 +46,7 @@ KEYS = [
     key("free"),
     key("one", requests_per_minute=1),
     key("counted", requests_per_minute=1),
+    key("wrongs", requests_per_minute=2),
     key("tokens", tokens_per_minute=100),
     key("stream", tokens_per_minute=100),
     key("back", tokens_per_minute=100),
@@ -125,6 +126,14 @@ def test_requests_a_minute(live: Live, pass_time: Callable[[float], None]) -> No
     assert ask(live, "one").status_code == 200
     assert limited(ask(live, "one")) == 60
     assert live.get("/v1/models", headers=bearer("one")).status_code == 200  # lists cost nothing
+
+
+def test_requests_that_are_wrong_or_that_the_engine_refuses_count(
+    live: Live, pass_time: Callable[[float], None]
+) -> None:
+    error_of(ask(live, "wrongs", temperature="hot"), 400, "temperature")
+    assert limited(ask(live, "wrongs", n=2 * SEATS + 1), "queue_full") >= 1
+    assert limited(ask(live, "wrongs")) == 30
 
 
 def test_tokens_a_minute_are_those_of_prompts_and_answers(live: Live, pass_time: Callable[[float], None]) -> None:

@@ -12,6 +12,8 @@ from anycore.errors import BadRequest
 from anycore.server.protocol import MAX_INPUTS, MAX_TOKEN_ID, Body, Usage, input_schema, inputs
 from anycore.server.protocol_messages import Messages
 
+MAX_IDS = 2**20  # tokens that are turned into text at a time
+
 TRUNCATIONS: dict[Any, str | None] = {False: None, True: "", "NONE": None, "START": "left", "END": "right"}
 """Values of `truncate` (Cohere's in any case) and the side that is cut; "": the one `truncation_side` names."""
 
@@ -197,7 +199,7 @@ class Tokens(TypedDict):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] = Field(max_length=2**20)
+    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]] = Field(max_length=MAX_IDS)
 
 
 class Text(TypedDict):
