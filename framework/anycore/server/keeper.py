@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from anycore.config import ModelConfig
-from anycore.errors import AnycoreError, BadRequest, Conflict, DoesNotFit, Unavailable, Unsupported
+from anycore.errors import AnycoreError, BadRequest, DoesNotFit, Unavailable, Unsupported
 from anycore.server import wire
 from anycore.server.logs import log_crash
 from anycore.server.phases import Phase
@@ -69,7 +69,6 @@ class Keeper(Slot):
         self._restarted: deque[float] = deque()  # when, within the last hour
         self._in_a_row = 0  # deaths since the last request that was answered
         self._change: asyncio.Task[None] | None = None  # asked for by an operator, or by a request that woke it
-        self._what = ""  # is being changed
         self._was_planned = False  # the engine that was brought up last
         self._revival: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -130,11 +129,7 @@ class Keeper(Slot):
         if self._shared:
             work.close()
             raise Unsupported("models are changed only where one front serves them: leave --api-servers at 1")
-        if self._closed or self._change is not None:
-            work.close()
-            if self._closed:
-                raise self.refusal()
-            raise Conflict(f"model {self.name!r} is {self._what}: try again when that is done")
+        self._check_unchanging(work)
         await asyncio.shield(self._begin(what, work))
 
     def _begin(self, what: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

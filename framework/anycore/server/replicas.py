@@ -16,7 +16,7 @@ import msgspec
 
 from anycore.config import ModelConfig
 from anycore.engine.request import NewRequest
-from anycore.errors import AnycoreError, BadRequest, Conflict
+from anycore.errors import AnycoreError, BadRequest
 from anycore.server.keeper import Keeper, moved, reloaded
 from anycore.server.phases import BEHIND, Phase, Status
 from anycore.server.routing import Holders, chain, choose, slack_of
@@ -46,7 +46,6 @@ class Replicas(Slot):
         super().__init__(config)
         self.keepers = list(keepers)
         self._loaded = False  # all were, for the first time
-        self._what = ""  # is being changed
         self._open = [0] * len(self.keepers)  # sequences sent to each one that have not ended
         self._holders = Holders(len(self.keepers))
         self._seen: list[Engine | None] = [None] * len(self.keepers)  # the engines that `_holders` is about
@@ -237,11 +236,7 @@ class Replicas(Slot):
 
     async def _run(self, what: str, work: Coroutine[Any, Any, None]) -> None:
         """Carry out a change of all engines, which goes on where whoever asked for it leaves."""
-        if self._closed or self._what:
-            work.close()
-            if self._closed:
-                raise self.refusal()
-            raise Conflict(f"model {self.name!r} is {self._what}: try again when that is done")
+        self._check_unchanging(work)
 
         async def change() -> None:
             try:

@@ -7,7 +7,7 @@ requests among several keepers. An engine is whatever answers `Engine`, which `b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -15,15 +15,21 @@ import msgspec
 
 from anycore.config import ModelConfig
 from anycore.engine.request import NewRequest, Stats
-from anycore.errors import AnycoreError, Overloaded, Unavailable
+from anycore.errors import AnycoreError, Conflict, Overloaded, Unavailable
 from anycore.server import wire
 from anycore.server.phases import Phase, Status
 from anycore.server.stream import Stream
 
 IDLE = "idle"  # the code of a model that was unloaded because nobody asked for it: the next request brings it back
-
-
 NOT_CHECKED = "remote: not checked"  # what is known about a model of another server before it is asked
+
+REFUSALS = {
+    Phase.DEAD: ("has lost its engine", "engine_dead"),
+    Phase.DEGRADED: ("is being restarted", "model_restarting"),
+    Phase.UNLOADED: ("is unloaded", "model_unloaded"),
+    Phase.DRAINING: ("is being unloaded", "model_unloaded"),
+}
+"""What a request is told about a model that cannot take it, and the code; in all other phases it is loading."""
 
 
 class Engine(Protocol):
@@ -68,6 +74,7 @@ class Slot:
         self._stated = Status(phase=Phase.STARTING, code="model_starting")
         self._holding = False  # no engine takes requests, and one soon will: let them wait
         self._closed = False  # the server stops
+        self._what = ""  # is being changed
         self._held = 0
         self._changed = asyncio.Event()
 
@@ -117,19 +124,7 @@ class Slot:
         """What to tell a request that cannot be taken."""
         if self._closed:
             return Unavailable("the server is shutting down and takes no new requests", code="shutting_down")
-        status = self.status
-        what = {
-            Phase.DEAD: "has lost its engine",
-            Phase.DEGRADED: "is being restarted",
-            Phase.UNLOADED: "is unloaded",
-            Phase.DRAINING: "is being unloaded",
-        }.get(status.phase, "is still loading")
-        code = {
-            Phase.DEAD: "engine_dead",
-            Phase.DEGRADED: "model_restarting",
-            Phase.UNLOADED: "model_unloaded",
-            Phase.DRAINING: "model_unloaded",
-        }.get(status.phase, "model_loading")
+        what, code = REFUSALS.get(self.status.phase, ("is still loading", "model_loading"))
         return Unavailable(f"model {self.name!r} {what}; /ready says when it is ready", code=code)
 
     @asynccontextmanager
@@ -195,6 +190,19 @@ class Slot:
     async def bring_back(self) -> None:
         """Load what was unloaded; nothing where it is loaded. Raises as `reload`."""
         raise NotImplementedError
+
+    def _check_unchanging(self, work: Coroutine[Any, Any, None]) -> None:
+        """Refuse a change that comes when the server stops, or beside another one.
+
+        Raises:
+            Unavailable, Conflict: it is not carried out.
+        """
+        if not self._closed and not self._what:
+            return
+        work.close()
+        if self._closed:
+            raise self.refusal()
+        raise Conflict(f"model {self.name!r} is {self._what}: try again when that is done")
 
     def _answered(self) -> None:
         """A request has been answered."""
