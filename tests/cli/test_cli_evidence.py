@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from anycore_echo import spec as echo
 from installed import own_cache
 
 from anycore import evidence
+from anycore.cli import conformance
 from anycore.cli.main import main
 from anycore.contract import testing
 from anycore.contract.declare import BackendSpec, Level
@@ -98,6 +100,15 @@ def test_a_changed_kit_makes_it_stale(spec: BackendSpec, monkeypatch: pytest.Mon
 def test_a_report_of_before_the_hashes_is_stale(spec: BackendSpec) -> None:
     write(spec, table="", kit="")
     assert standings(spec)[0] == "stale: table and kit changed since a board, 2026-01-02"
+
+
+def test_options_of_the_project_around_it_do_not_reach_the_kit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-n 2")
+    monkeypatch.setenv(conformance.BACKEND, "none")
+    seen = []
+    monkeypatch.setattr(pytest, "main", lambda words, plugins: seen.append(os.environ.get("PYTEST_ADDOPTS")) or 0)
+    assert conformance.collect("echo", conformance.Tally(quick=True)) == 0
+    assert seen == [None]
 
 
 def test_the_hash_of_the_kit_is_of_every_file_that_checks() -> None:

@@ -79,6 +79,7 @@ def collect(backend: str, tally: Tally, processes: int = 1) -> int:
     import pytest
 
     os.environ[BACKEND] = backend
+    os.environ.pop("PYTEST_ADDOPTS", None)  # those, too: "-n 2" in it would run all cases, --quick or not
     words = ["--pyargs", "anycore.contract.suite", "-c", os.devnull, "-q", "--tb=short"]
     words += ["-p", "no:cacheprovider", "-p", "no:logging"]
     words += ["-n", str(processes)] if processes > 1 else []
