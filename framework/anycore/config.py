@@ -6,6 +6,7 @@ in (the model, the backend, the memory plan) is recorded by `engine/settle.py`, 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -118,6 +119,14 @@ class ModelConfig:
     request_timeout: float | None = setting(None, "seconds from arrival until a request is given up (default: none)")
     seed: int = setting(0, "seed for requests without one is drawn from this and a counter when not 0")
     chat_template: str | None = setting(None, "file with a Jinja chat template to use instead of the model's")
+    tool_parser: str = setting(
+        "auto",
+        "how the model writes tool calls: auto, by its chat template; none, not at all; or a format's name",
+        flags=("--tool-call-parser",),
+    )
+    reasoning_parser: str = setting(
+        "auto", "how the model sets its reasoning apart: auto, by its chat template; none; or a format's name"
+    )
     generation_config: str = setting(
         "auto",
         "auto: defaults from the model's generation_config.json; none: OpenAI's",
@@ -272,6 +281,16 @@ class ServerConfig:
     )
     allow_credentials: bool = setting(False, "let browsers send cookies and client certificates along")
     max_body_size: int = setting(32 * 2**20, "largest request body in bytes", unit="bytes")
+    read_timeout: float = setting(
+        60.0,
+        "seconds in which a request's headers must come, and then 16 KiB of its body or the rest of it, over and over; "
+        "slower ones get 408; 0: no limit",
+    )
+    write_timeout: float = setting(
+        60.0,
+        "seconds in which a client must take 16 KiB of an answer that waits for it, or the rest of it, over and over; "
+        "slower ones are cut off and their request is given up; 0: no limit",
+    )
     reuse_port: bool = setting(
         False, "share the port with another server, such as the one that this one takes over from (SO_REUSEPORT)"
     )
@@ -310,12 +329,10 @@ class ServerConfig:
             raise ConfigError(
                 f"--engine-restarts must be 0 or more, not {self.engine_restarts}", param="engine_restarts"
             )
-        if self.step_timeout < 0:
-            raise ConfigError(f"--step-timeout must be 0 or more, not {self.step_timeout:g}", param="step_timeout")
-        if self.shutdown_timeout < 0:
-            raise ConfigError(
-                f"--shutdown-timeout must be 0 or more, not {self.shutdown_timeout}", param="shutdown_timeout"
-            )
+        for name in ("step_timeout", "shutdown_timeout", "read_timeout", "write_timeout"):
+            seconds = getattr(self, name)
+            if not 0 <= seconds < math.inf:
+                raise ConfigError(f"{flag(name)} must be 0 or more seconds, not {seconds:g}", param=name)
 
     def _check_web(self) -> None:
         """Check what TLS and browsers are told."""

@@ -65,7 +65,7 @@ def create_app(
     state = ServerState(config, models, guard or Guard([]), metrics or Metrics(config.metrics_names), plugins)
     app.state.anycore = state
     failures.add_handlers(app)
-    app.add_middleware(gate.Gate, guard=state.guard, max_body=config.max_body_size)
+    app.add_middleware(gate.Gate, guard=state.guard, max_body=config.max_body_size, read_timeout=config.read_timeout)
     cors.add(app, config)
     app.add_middleware(access.Access, metrics=state.metrics, tracer=tracer(config))
     for router in (*ROUTERS, *([console.routes()] if config.console else [])):

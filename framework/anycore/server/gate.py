@@ -1,10 +1,11 @@
-"""The layer before all routes: key, limits on headers and body, and the net under the routes.
+"""The layer before all routes: key, limits on headers and body and their time, and the net under the routes.
 
 What is refused here costs nothing further in.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -18,6 +19,7 @@ from anycore.server.accounts import Account
 from anycore.server.auth import Guard
 from anycore.server.failures import error_response
 from anycore.server.logs import log_crash
+from anycore.server.slow import LEAST, Watch
 
 MAX_HEADERS = 100
 MAX_DEPTH = 100  # of a JSON body
@@ -36,13 +38,19 @@ class NotJson(BadRequest):
     code = "unsupported_media_type"
 
 
+class SlowRequest(BadRequest):
+    status = 408
+    code = "request_timeout"
+
+
 class Gate:
     """ASGI middleware, inside of `access.Access`."""
 
-    def __init__(self, app: ASGIApp, guard: Guard, max_body: int) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard, max_body: int, read_timeout: float = 0.0) -> None:
         self._app = app
         self._guard = guard
         self._max_body = max_body
+        self._read_timeout = read_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,8 +64,10 @@ class Gate:
             account = self._guard.admit(scope["path"], headers.get(b"authorization"))
             scope.setdefault("state", {}).update(account=account, key=account.key)
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                receive = await read_body(headers, receive, self._max_body)
+                receive = await read_body(headers, receive, self._max_body, self._read_timeout)
             await self._app(scope, receive, send)
+        except SlowRequest as error:
+            await error_response(error, {"Connection": "close"})(scope, receive, send)
         except AnycoreError as error:
             await error_response(error)(scope, receive, send)
         except Exception as error:
@@ -76,11 +86,16 @@ def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
         raise HeadersTooLarge(f"{number} headers; at most {MAX_HEADERS} are read")
 
 
-async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> Receive:
-    """Read the body within its limit, check its type and depth, and return a `receive` that hands it on.
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int, seconds: float) -> Receive:
+    """Read the body within its limits, check its type and depth, and return a `receive` that hands it on.
+
+    Args:
+        limit: in bytes.
+        seconds: in which LEAST bytes of it must come, or the rest; 0: no limit.
 
     Raises:
         TooLarge: over the limit, seen from the content-length where there is one.
+        SlowRequest: too little came in time.
         NotJson: a body of another type.
         BadRequest: nested too deeply.
     """
@@ -90,13 +105,21 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int
     chunks: list[bytes] = []
     size = 0
     more = True
+    clock = asyncio.get_running_loop().time
+    watch = Watch(seconds, clock())
     while more:
-        message = await receive()
+        try:
+            message = await asyncio.wait_for(receive(), watch.left(clock()) if seconds else None)
+        except asyncio.TimeoutError:
+            raise SlowRequest(
+                f"fewer than {LEAST} bytes of the body came within {seconds:g} s (--read-timeout)"
+            ) from None
         if message["type"] == "http.disconnect":
             return _replay(message, receive)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         more = message.get("more_body", False)
+        watch.passed(size, clock())
         if size > limit:
             raise TooLarge(f"the body has more than {limit} bytes (--max-body-size)")
     body = b"".join(chunks)

@@ -159,7 +159,12 @@ class Server:
         Raises:
             AnycoreError: a model cannot be served.
         """
-        http = HttpServer(self.app, self._certificate)
+        http = HttpServer(
+            self.app,
+            self._certificate,
+            read_timeout=self.config.read_timeout,
+            write_timeout=self.config.write_timeout,
+        )
         loading = asyncio.create_task(self._bring_up(listener))
         serving = asyncio.create_task(self._answer(http, listener, late, loading))
         deaths = [slot.dead for slot in self.slots] + ([self.fronts.dead] if self.fronts else [])
@@ -216,10 +221,9 @@ class Server:
         if served.plan == plan:
             return lambda: None
         assert self.state.plugins is not None
-        architectures = self.state.plugins.architectures()
         begun = self._readings.get(number)
         if begun is None or begun[0] != plan or begun[1].done():
-            work = aside(read, slot.config, plan, architectures, self.config.allow_request_template)
+            work = aside(read, slot.config, plan, self.state.plugins, self.config.allow_request_template)
             begun = self._readings[number] = plan, asyncio.ensure_future(work)
         reading = await asyncio.shield(begun[1])
 
