@@ -40,6 +40,12 @@ class ContextLengthExceeded(BadRequest):
     code = "context_length_exceeded"
 
 
+class InvalidGrammar(BadRequest):
+    """What the output was to keep to is wrong, too complex, or leaves no way on."""
+
+    code = "invalid_grammar"
+
+
 class TaskNotSupported(BadRequest):
     """The endpoint does not fit the model's task."""
 

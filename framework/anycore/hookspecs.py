@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from anycore.contract.declare import BackendSpec
     from anycore.engine.request import RequestRecord
     from anycore.models.spec import Architecture
+    from anycore.text.replies.parts import Format
 
 PROJECT = "anycore"
 
@@ -26,6 +27,12 @@ def register_backends() -> list[BackendSpec]:
 @hookspec
 def register_models() -> list[Architecture]:
     """Return architectures beside the built-in ones: a Hugging Face name and how its config becomes a ModelSpec."""
+    raise NotImplementedError
+
+
+@hookspec
+def register_reply_formats() -> list[Format]:
+    """Return formats of tool calls and of reasoning beside the built-in ones; they are asked first."""
     raise NotImplementedError
 
 

@@ -116,7 +116,7 @@ class LLM:
         text = Detokenizer(self.renderer.tokenizer, sampling, rendered.token_ids)
         try:
             for delta in self._deltas():
-                piece = text.feed(delta.token_ids, delta.finish)
+                piece = text.feed(delta.token_ids, delta.finish, delta.all_text)
                 if piece.text:
                     yield piece.text
                 if piece.stop is not None:
@@ -147,7 +147,7 @@ class LLM:
     @staticmethod
     def _extend(output: GenerateOutput, text: Detokenizer, delta: Delta) -> bool:
         """Add a delta; return whether a stop string ended the sequence before the engine did."""
-        piece = text.feed(delta.token_ids, delta.finish)
+        piece = text.feed(delta.token_ids, delta.finish, delta.all_text)
         output.text += piece.text
         output.token_ids += delta.token_ids[: piece.tokens]
         output.cached_tokens = max(output.cached_tokens, delta.cached_tokens)

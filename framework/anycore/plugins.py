@@ -25,6 +25,7 @@ from anycore.guard import describe, guarded, safe_probe, sentence
 if TYPE_CHECKING:
     from anycore.engine.request import RequestRecord
     from anycore.models.spec import Architecture
+    from anycore.text.replies.parts import Format
 
 GROUP = "anycore"
 HOUSE = "anycore"  # the distribution whose plugins are built in: always loaded, and first
@@ -54,6 +55,7 @@ class Plugins:
     failures: tuple[PluginFailure, ...]
     hooks: pluggy.PluginManager
     models: tuple[Architecture, ...] = ()
+    formats: tuple[Format, ...] = ()  # of tool calls and reasoning
 
     def architectures(self) -> tuple[Architecture, ...]:
         """Return the architectures that plugins add to the built-in ones."""
@@ -96,11 +98,12 @@ def load(entries: Iterable[EntryPoint] | None = None, environ: Mapping[str, str]
     hooks = _manager()
     backends: dict[str, BackendSpec] = {}
     models: dict[str, Architecture] = {}
+    formats: list[Format] = []
     found = list(entry_points(group=GROUP) if entries is None else entries)
     for entry in _select(found, environ.get("ANYCORE_PLUGINS"), failures):
         origin = _origin(entry)
         try:
-            plugin, specs, architectures = guarded(partial(_ask, entry), seconds)
+            plugin, specs, architectures, own_formats = guarded(partial(_ask, entry), seconds)
             hooks.register(plugin, name=f"{entry.name} ({origin})")
         except Exception as error:
             log.debug("plugin %s failed", entry.name, exc_info=error)
@@ -112,12 +115,13 @@ def load(entries: Iterable[EntryPoint] | None = None, environ: Mapping[str, str]
                 failures.append(failure)
                 continue
             backends[spec.name] = replace(spec, distribution=origin, probe=partial(safe_probe, spec.probe, seconds))
+        formats += own_formats
         for model in architectures:
             if models.setdefault(model.name, model) is not model:
                 reason = "another plugin brings this architecture already, and is kept"
                 failures.append(PluginFailure(model.name, origin, reason, "Leave one out with ANYCORE_PLUGINS."))
     ranked = sorted(backends.values(), key=lambda spec: -spec.priority)
-    return Plugins(tuple(ranked), tuple(failures), hooks, tuple(models.values()))
+    return Plugins(tuple(ranked), tuple(failures), hooks, tuple(models.values()), tuple(formats))
 
 
 def _manager() -> pluggy.PluginManager:
@@ -126,7 +130,7 @@ def _manager() -> pluggy.PluginManager:
     return manager
 
 
-def _ask(entry: EntryPoint) -> tuple[Any, list[BackendSpec], list[Architecture]]:
+def _ask(entry: EntryPoint) -> tuple[Any, list[BackendSpec], list[Architecture], list[Format]]:
     """Load one entry point and ask for what it brings. Its own manager keeps a late answer away from ours."""
     plugin = entry.load()
     alone = _manager()
@@ -138,7 +142,8 @@ def _ask(entry: EntryPoint) -> tuple[Any, list[BackendSpec], list[Architecture]]
             raise TypeError(f"register_backends must return BackendSpec objects, not {type(spec).__name__}")
         if not (isinstance(spec.api, tuple) and len(spec.api) == 2):
             raise TypeError(f"backend {spec.name}: api must be a contract version such as (1, 0), not {spec.api!r}")
-    return plugin, specs, [item for items in alone.hook.register_models() for item in items]
+    models, formats = alone.hook.register_models(), alone.hook.register_reply_formats()
+    return plugin, specs, [item for items in models for item in items], [item for items in formats for item in items]
 
 
 def _check(spec: BackendSpec, known: Mapping[str, BackendSpec], origin: str) -> PluginFailure | None:

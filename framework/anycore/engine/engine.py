@@ -6,14 +6,16 @@ import math
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
 
 from anycore.contract.backend import Limits
 from anycore.contract.declare import Task
+from anycore.engine.beams import Branch
 from anycore.engine.blocks import BlockPool
-from anycore.engine.grammar import INVALID, Grammars, GrammarState
+from anycore.engine.grammar import Grammars, GrammarState
 from anycore.engine.pace import Pace
 from anycore.engine.pooling import finish_scores, finish_vector
 from anycore.engine.request import (
@@ -31,11 +33,13 @@ from anycore.engine.request import (
 from anycore.engine.runner import Launched, Results, Runner, Vector
 from anycore.engine.sampler import MASK, mixed
 from anycore.engine.scheduler import Scheduler
+from anycore.engine.searches import MOMENT, Search, Texts, needs_texts
 from anycore.errors import (
     AnycoreError,
     BadRequest,
     ContextLengthExceeded,
     DeadlineExceeded,
+    InvalidGrammar,
     NonFiniteOutput,
     Overloaded,
 )
@@ -70,7 +74,9 @@ class Engine:
         self._clock = clock
         self._arrivals = 0
         self.grammars: Grammars | None = None  # set by whoever knows the tokens' texts; until then none is kept to
+        self.texts: Texts | None = None  # likewise, for beam searches that look for stop strings
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request id
+        self._reading: list[Search] = []  # searches that wait for the tokenizer
         self._next_deadline = math.inf  # no request ends before it
         self._early: list[Delta] = []  # endings that no step brings: deadlines
         self._in_flight: Launched | None = None
@@ -98,6 +104,9 @@ class Engine:
                 retry_after=self._pace.seconds_for(len(self.scheduler.waiting)),
             )
         now = self._clock()
+        if new.sampling is not None and new.sampling.beams is not None:
+            self._begin_search(new, now)
+            return
         sequences = [self._sequence(new, index, now) for index in range(_sequences(new))]
         for sequence in sequences:
             sequence.leader = sequences[0] if sequence.index and self.pool else None
@@ -120,7 +129,7 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences, and free what it holds. Unknown ids are fine: it may have ended."""
         for request in list(self._requests.get(request_id, [])):
-            if index in (None, request.index):
+            if index is None or (index == request.index and request.search is None):
                 self._leave(request)
                 self._stats.aborted += 1
 
@@ -141,6 +150,8 @@ class Engine:
         self._expire()
         if self.grammars is not None and self.grammars.awaited:
             self._take_compiled(self.grammars)
+        if self._reading and self.texts is not None:
+            self._take_read(self.texts)
         deltas, self._early = self._early, []
         step = self.scheduler.schedule()
         launched = self.runner.launch(step) if step.rows else None
@@ -203,7 +214,9 @@ class Engine:
         if new.sampling is not None:
             new.sampling.check_vocabulary(self.spec.vocab_size)
             if new.sampling.grammar is not None and self.grammars is None:
-                raise BadRequest("this engine keeps to no grammars", param="structured_outputs", code=INVALID)
+                raise InvalidGrammar("this engine keeps to no grammars", param="structured_outputs")
+            if needs_texts(new.sampling) and self.texts is None:
+                raise BadRequest("this engine knows no texts, which a beam search with stop needs", param="stop")
             asked = new.sampling.max_tokens
             if asked is not None and length + asked > longest:
                 raise ContextLengthExceeded(
@@ -233,8 +246,7 @@ class Engine:
             total = self.limits.max_model_len if asked is None else length + asked
         request = Request(new, index, self._arrivals, total)
         request.timing.arrived = now
-        seconds = [s for s in (new.deadline, self._timeout) if s is not None]
-        request.deadline = now + min(seconds) if seconds else math.inf
+        request.deadline = self._deadline_of(new, now)
         if new.sampling is not None:
             request.eos_ids = frozenset(self.spec.eos_ids)
             request.stop_ids = request.eos_ids if not new.sampling.ignore_eos else frozenset()
@@ -242,6 +254,43 @@ class Engine:
             request.seed = self._seed_of(new.sampling)
             request.needs_host = bool(new.sampling.bad_words_ids or new.sampling.grammar)
         return request
+
+    def _deadline_of(self, new: NewRequest, now: float) -> float:
+        seconds = [s for s in (new.deadline, self._timeout) if s is not None]
+        return now + min(seconds) if seconds else math.inf
+
+    def _begin_search(self, new: NewRequest, now: float) -> None:
+        self._arrivals += 1
+        deadline = self._deadline_of(new, now)
+        eos_ids = frozenset(self.spec.eos_ids)
+        search = Search(new, eos_ids, self.limits.max_model_len, self._arrivals, now, deadline)
+        self._requests[new.id] = requests = search.requests()
+        self._next_deadline = min(self._next_deadline, deadline)
+        if not needs_texts(search.params):
+            self._enqueue(requests)
+            return
+        self._reading.append(search)
+        for request in requests:
+            request.status = Status.COMPILING
+
+    def _take_read(self, texts: Texts) -> None:
+        """Enqueue the searches that wait for the tokenizer if it is there now. With nothing else to do, wait for it."""
+        read = texts.get()
+        if len(self._reading) == len(self._requests) and self._in_flight is None and not self._early:
+            wait([read], MOMENT)
+        if not read.done():
+            return
+        searches, self._reading = self._reading, []
+        for search in searches:
+            requests = [r for r in self._requests.get(search.new.id, []) if r.search is search]  # it may have ended
+            error = read.exception()
+            if error is not None:
+                self._early += [self._fail(r, AnycoreError(f"no stop strings: {error}")) for r in requests]
+                continue
+            search.bytes_of = read.result()
+            for request in requests:
+                request.status = Status.WAITING
+            self._enqueue(requests)
 
     def _enqueue(self, sequences: list[Request]) -> None:
         for sequence in sequences:
@@ -292,6 +341,10 @@ class Engine:
             if not finite:
                 deltas.append(self._fail(request, _not_finite(request)))
                 continue
+            if request.search is not None:
+                deltas += self._branched(request, request.search, results.branches[request])
+                generated += 1
+                continue
             tokens = request.tokens
             delta = Delta(id=request.id, index=request.index, token_ids=[token])
             deltas.append(delta)
@@ -311,6 +364,25 @@ class Engine:
             if len(tokens) >= request.max_total:
                 self._finish(request, delta, FinishReason.LENGTH)
         self._stats.output_tokens += generated
+        return deltas
+
+    def _branched(self, request: Request, search: Search, branches: list[Branch]) -> list[Delta]:
+        """Take what one beam's step brought. After the last one begin the next step, or return the answer."""
+        if len(request.tokens) == request.num_prompt:
+            self._is_all(request, search.told)
+        self._leave(request)
+        if not search.take(request, branches):
+            return []
+        if not search.done:
+            self._requests[request.id] = search.requests()
+            self._enqueue(self._requests[request.id])
+            return []
+        try:
+            deltas = search.answer()
+        except BadRequest as error:
+            deltas = [_failed(request.id, error)]
+            self._stats.failed += 1
+        self._stats.finished += len(deltas)
         return deltas
 
     def _is_all(self, request: Request, delta: Delta) -> bool:
@@ -346,9 +418,9 @@ class Engine:
         """Move on within the grammar; return the end of a request whose output is whole, or that has no way on."""
         if not state.advance(token):
             why = state.error or "bans, biases and filters leave no token that it allows"
-            return self._fail(request, BadRequest(f"the output cannot keep to its grammar: {why}", code=INVALID))
-        if state.ended and token not in request.stop_ids:  # a delta of its own: that of a stop id is not text
-            return self._finish(request, Delta(id=request.id, index=request.index), FinishReason.STOP)
+            return self._fail(request, InvalidGrammar(f"the output cannot keep to its grammar: {why}"))
+        if state.ended and token not in request.stop_ids:
+            return self._finish(request, Delta(id=request.id, index=request.index, all_text=True), FinishReason.STOP)
         return None
 
     def _pooled(self, request: Request, vector: Vector) -> Delta:
@@ -380,9 +452,13 @@ class Engine:
                 self.grammars.awaited.pop(request.id, None)
 
     def _fail(self, request: Request, error: AnycoreError) -> Delta:
-        """End one sequence with an error; its neighbours go on."""
+        """End one sequence with an error; its neighbours go on, unless they are beams of one search."""
         self._stats.failed += 1
-        delta = Delta(id=request.id, index=request.index, error=error.message, error_code=error.code)
+        delta = _failed(request.id, error, request.index if request.search is None else 0)
+        if request.search is not None:
+            for other in list(self._requests[request.id]):
+                if other is not request:
+                    self._leave(other)
         return self._finish(request, delta, FinishReason.ERROR)
 
     def _expire(self) -> None:
@@ -392,6 +468,8 @@ class Engine:
             return
         late = [r for sequences in self._requests.values() for r in sequences if r.deadline <= now]
         for request in late:
+            if request.status is Status.FINISHED:
+                continue  # with another beam of its search
             waited = now - request.timing.arrived
             where = "in the queue" if not request.timing.started else "while running"
             self._early.append(self._fail(request, DeadlineExceeded(f"given up after {waited:.1f} s {where}")))
@@ -404,5 +482,13 @@ def _not_finite(request: Request) -> NonFiniteOutput:
     return NonFiniteOutput(f"the model's output holds NaN or infinity{bans}")
 
 
+def _failed(request_id: str, error: AnycoreError, index: int = 0) -> Delta:
+    return Delta(
+        id=request_id, index=index, error=error.message, error_code=error.code, finish=FinishReason.ERROR
+    )
+
+
 def _sequences(new: NewRequest) -> int:
-    return new.sampling.n if new.sampling is not None else 1
+    if new.sampling is None:
+        return 1
+    return new.sampling.n if new.sampling.beams is None else new.sampling.beams.width

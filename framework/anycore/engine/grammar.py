@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from anycore.errors import AnycoreError, BadRequest
+from anycore.errors import AnycoreError, InvalidGrammar
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -25,9 +25,6 @@ KEPT = 64  # compiled grammars, the ones used last
 COMPILING = 2  # at a time
 SECONDS = 5.0  # for compiling one, from arrival
 MOMENT = 0.01  # seconds that an engine with nothing else to do waits before it looks for new requests
-
-INVALID = "invalid_grammar"
-"""The code of errors that the grammar of a request is to blame for."""
 
 
 class GrammarState:
@@ -96,7 +93,7 @@ class Grammars:
                 else:
                     outcome = error if isinstance(error, AnycoreError) else AnycoreError(f"no grammar: {error}")
             elif now - request.since > SECONDS:
-                outcome = BadRequest(f"the grammar was not compiled within {SECONDS:g} s: simplify it", code=INVALID)
+                outcome = InvalidGrammar(f"the grammar was not compiled within {SECONDS:g} s: simplify it")
             if outcome is not None:
                 del self.awaited[name]
                 yield name, outcome
@@ -104,7 +101,7 @@ class Grammars:
     def compile(self, grammar: str) -> Future[GrammarState]:
         """Begin to compile, or return what was compiled before. Take a `copy` of its result.
 
-        The future raises BadRequest where the grammar is wrong or too complex.
+        The future raises InvalidGrammar where the grammar is wrong or too complex.
         """
         found = self._compiled.get(grammar)
         if found is None:
@@ -121,9 +118,10 @@ class Grammars:
         from llguidance import LLMatcher
 
         state = GrammarState(LLMatcher(tokens.result(), grammar, log_level=0))
+        if not state.error:
+            state.matcher.compute_bitmask()  # what the first mask takes, later ones find done
         if state.error:
-            raise BadRequest(f"the grammar cannot be used: {state.error}", code=INVALID)
-        state.matcher.compute_bitmask()  # what the first mask takes, later ones find done
+            raise InvalidGrammar(f"the grammar cannot be used: {state.error}")
         return state
 
 
@@ -145,7 +143,8 @@ class Masks:
 
         if self._executor is None:
             self._executor = LLExecutor(1)
-        fill_next_token_bitmask_par(self._executor, [(s.matcher, i) for i, s in enumerate(states)], into.numpy())
+        words = into.numpy()  # this thread may not write to a tensor that was made in inference mode
+        fill_next_token_bitmask_par(self._executor, [(s.matcher, i) for i, s in enumerate(states)], words)
         for row, state in enumerate(states):
             if state.error:
-                into[row] = -1
+                words[row] = -1

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -18,12 +18,37 @@ from anycore.errors import BadRequest
 
 if TYPE_CHECKING:
     from anycore.engine.grammar import GrammarState
+    from anycore.engine.searches import Search
 
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_STOP = 4
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
+MAX_LOGPROB_TOKEN_IDS = 128  # as in vLLM
+MAX_WIDTH = 20  # beams, and sequences that the best are chosen from
+MAX_LENGTH_PENALTY = 10.0
+
+
+class Beams(msgspec.Struct, frozen=True, kw_only=True):
+    """A beam search in place of drawing, as Hugging Face transformers has it.
+
+    A sequence's score is the sum of its tokens' log-probabilities divided by its length to the power of
+    `length_penalty`: above 0 favours long sequences.
+
+    Raises:
+        BadRequest: a value is outside its range; `param` names the field.
+    """
+
+    width: int  # sequences that are followed at a time, 1..20; the best `n` of them are returned
+    length_penalty: float = 1.0  # -10..10
+    # With `width` sequences ended: False goes on while the best that has not ended would score higher than the worst of
+    # them if it ended now, "never" while it could at any length, True does not go on.
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        _within("best_of", self.width, 1, MAX_WIDTH)
+        _within("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +80,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
     logprobs: int | None = None  # alternatives per generated token, 0..20
     prompt_logprobs: int | None = None  # alternatives per prompt token, 0..20
+    logprob_token_ids: tuple[int, ...] = ()  # at most 128: reported instead of the most likely ones, in this order
     grammar: str | None = None  # what the output keeps to, as `text.grammar` makes it: see `engine.grammar`
+    beams: Beams | None = None  # temperature and what filters draws do not count then, penalties and bans do
 
     def __post_init__(self) -> None:
         _within("n", self.n, 1, MAX_N)
@@ -92,6 +119,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _within(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.logprob_token_ids:
+            self._check_named()
+        if self.beams is not None:
+            self._check_beams(self.beams)
+
+    def _check_named(self) -> None:
+        count = len(self.logprob_token_ids)
+        if count > MAX_LOGPROB_TOKEN_IDS:
+            raise BadRequest(
+                f"logprob_token_ids takes at most {MAX_LOGPROB_TOKEN_IDS} ids, {count} given", param="logprob_token_ids"
+            )
+        if self.logprobs is None:
+            raise BadRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
+
+    def _check_beams(self, beams: Beams) -> None:
+        if self.n > beams.width:
+            raise BadRequest(f"n {self.n} is more than the {beams.width} beams of the search", param="n")
+        if self.max_tokens == 0:
+            raise BadRequest("a beam search generates at least one token: max_tokens is 0", param="max_tokens")
+        for name in ("grammar", "logprob_token_ids"):
+            if getattr(self, name):
+                field = "structured_outputs" if name == "grammar" else name
+                raise BadRequest(f"a beam search cannot be had together with {field}", param=field)
 
     def check_vocabulary(self, size: int) -> None:
         """Refuse ids outside 0 … size - 1.
@@ -104,6 +154,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
             "bad_words": [i for word in self.bad_words_ids for i in word],
+            "logprob_token_ids": self.logprob_token_ids,
         }
         for name, ids in lists.items():
             for i in ids:
@@ -150,7 +201,8 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float
     rank: int
-    top: list[tuple[int, float]] = []  # (id, logprob), most likely first
+    # (id, logprob), most likely first; or the token itself and then the ids that were asked for
+    top: list[tuple[int, float]] = []
 
 
 class Delta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -167,9 +219,11 @@ class Delta(msgspec.Struct, kw_only=True, omit_defaults=True):
     scores: list[float] | None = None  # rerank: one a label
     finish: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or string that ended it
+    all_text: bool = False  # with FinishReason.STOP: no stop id ended it, the last token is text like the others
     error: str | None = None  # with FinishReason.ERROR: what went wrong
     error_code: str | None = None  # with FinishReason.ERROR: the code of the error envelope
     preemptions: int = 0  # with `finish`: how often the sequence lost its KV blocks
+    score: float | None = None  # of a beam search, with all of a sequence's tokens: see `Beams`
 
 
 class Timing(msgspec.Struct):
@@ -271,6 +325,7 @@ class Request:
         "published",
         "quiet_until",
         "sampler",
+        "search",
         "seat",
         "seed",
         "status",
@@ -315,6 +370,7 @@ class Request:
         self.prompt_scores: list[TokenLogprob | None] = []
         self.sampler: Any = None  # engine/sampler.py's own
         self.grammar: GrammarState | None = None  # where its output is within its grammar
+        self.search: Search | None = None  # the beam search that it makes one step for
         self.timing = Timing()
 
     @property

@@ -22,6 +22,7 @@ from anycore.server.sampling import asked_tokens, check_body, sampling_of
 from anycore.server.scopes import INFER
 from anycore.server.sse import DONE, EventStream, event, first_of, json_response, unless_gone
 from anycore.server.state import ServedModel
+from anycore.server.structured import answer_of, made
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute, dependencies=[INFER])
 
@@ -35,6 +36,7 @@ async def completions(request: Request, body: CompletionBody, state: State, call
     _check(body)
     asked = asked_tokens(body)
     defaults = model.sampling_defaults.values
+    answer = answer_of(body)
     sampling = sampling_of(
         body,
         defaults,
@@ -43,6 +45,7 @@ async def completions(request: Request, body: CompletionBody, state: State, call
         max_tokens=caller.account.limit_output(asked, defaults.get("max_tokens", DEFAULT_MAX_TOKENS)),
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
+        grammar=None if answer is None else await made(answer),
     )
     size = sum(len(item) for item in body.prompt)
     prompts = await offload(size, _render, body, model)

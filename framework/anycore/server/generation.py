@@ -65,6 +65,7 @@ class Generation:
         asked: whether sampling.max_tokens comes from the request; a default is cut to what fits.
         interval: tokens gathered before a chunk is handed on.
         loud: whether prompts and outputs go to the log.
+        kept: special tokens that stay in the text, whatever the sampling says.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Generation:
         asked: bool,
         interval: int = 1,
         loud: bool = False,
+        kept: frozenset[int] = frozenset(),
     ) -> None:
         self.prompts = prompts
         self.count = len(prompts) * sampling.n
@@ -88,6 +90,7 @@ class Generation:
         self._caller = caller
         self._interval = interval
         self._loud = loud
+        self._kept = kept
         self._cached = [0] * len(prompts)
         self._generated = 0
         self._requests = [
@@ -138,7 +141,8 @@ class Generation:
         assert sampling is not None
         if self._loud:
             log.info("%s prompt: %r", request.id, self.prompts[which].text or request.token_ids)
-        texts = [Detokenizer(self._model.renderer.tokenizer, sampling, request.token_ids) for _ in range(sampling.n)]
+        tokenizer = self._model.renderer.tokenizer
+        texts = [Detokenizer(tokenizer, sampling, request.token_ids, self._kept) for _ in range(sampling.n)]
         pending = [Chunk(which * sampling.n + i) for i in range(sampling.n)]
         async with self._model.slot.submit(request) as stream:
             async for delta in stream:
@@ -159,7 +163,7 @@ class Generation:
 
     def _grow(self, chunk: Chunk, text: Detokenizer, delta: Delta) -> bool:
         """Add a delta to a chunk; return whether a stop string ended the sequence before the engine did."""
-        piece = text.feed(delta.token_ids, delta.finish)
+        piece = text.feed(delta.token_ids, delta.finish, delta.all_text)
         chunk.text += piece.text
         chunk.token_ids += delta.token_ids[: piece.tokens]
         chunk.logprobs += (delta.logprobs or [])[: piece.tokens]

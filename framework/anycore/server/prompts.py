@@ -22,6 +22,8 @@ def chat_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
         options["documents"] = body.documents
         if body.reasoning_effort is not None:
             options["chat_template_kwargs"].setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            options["chat_template_kwargs"].setdefault("enable_thinking", False)
     return options
 
 

@@ -31,25 +31,13 @@ MAX_TEXT = 4096  # characters of a stop string or a bad word
 
 HARMLESS = """
 user name metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention session_id
-parallel_tool_calls
 """
 IGNORED = frozenset(HARMLESS.split())
 """Fields that clients send and that change nothing here: accepted without a word."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (),
     "functions": (),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "grammar": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
     "use_beam_search": (False,),
     "suffix": (),
     "modalities": (["text"],),
@@ -61,8 +49,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (),
     "repetition_detection": (),
     "stop_regex": (),
-    "thinking_token_budget": (),
-    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "logits_processors": (),
@@ -148,6 +134,20 @@ class GenerateBody(Body):
         None, ge=-1, le=MAX_TOKEN_ID, description="keep so many prompt tokens; -1: as many as leave room for the output"
     )
     truncation_side: Literal["left", "right"] = Field("left", description="the side that is cut")
+    response_format: dict[str, Any] | None = Field(
+        None, description="text, json_object, or json_schema with the schema that the output keeps to"
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="one of json, json_object, regex, choice, grammar (Lark or GBNF), as in vLLM"
+    )
+    guided_json: dict[str, Any] | str | None = Field(None, description="as structured_outputs.json")
+    guided_regex: str | None = Field(None, description="as structured_outputs.regex")
+    guided_choice: list[str] | None = Field(None, description="as structured_outputs.choice")
+    guided_grammar: str | None = Field(None, description="as structured_outputs.grammar")
+    json_schema: dict[str, Any] | str | None = Field(None, description="as structured_outputs.json; llama.cpp's name")
+    grammar: str | None = Field(None, description="as structured_outputs.grammar; llama.cpp's name")
+    regex: str | None = Field(None, description="as structured_outputs.regex; SGLang's name")
+    ebnf: str | None = Field(None, description="as structured_outputs.grammar; SGLang's name")
     priority: int = Field(
         0, ge=-(2**31), le=2**31 - 1, description="lower runs first, under --scheduling-policy priority"
     )
@@ -171,9 +171,16 @@ class ChatBody(GenerateBody):
     chat_template: str | None = Field(None, description="refused unless the server was started to allow it")
     chat_template_kwargs: dict[str, Any] = Field({})
     documents: list[dict[str, Any]] | None = Field(None, max_length=MAX_INPUTS)
-    reasoning_effort: str | None = Field(None, description="handed to the chat template")
-    tools: list[dict[str, Any]] | None = Field(None, description="refused unless tool_choice is none")
-    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = Field(
+        None, description="handed to the chat template; none also sets its enable_thinking to false"
+    )
+    include_reasoning: bool = Field(True, description="whether the reply shows the model's reasoning")
+    thinking_token_budget: int | None = Field(None, ge=0, le=MAX_TOKEN_ID, description="tokens of reasoning at most")
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto (default with tools), required, or an object that names a function"
+    )
+    parallel_tool_calls: bool = Field(True, description="whether a reply may have several calls")
 
 
 class CompletionBody(GenerateBody):

@@ -34,17 +34,37 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 Finish = Literal["stop", "length", "abort"]
 
 
+ChatFinish = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class CalledFunction(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """One call, or a piece of it: the first piece has `id`, `type` and the name, all pieces have the index."""
+
+    index: NotRequired[int]
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Finish
+    finish_reason: ChatFinish
     stop_reason: int | str | None
     token_ids: NotRequired[list[int]]
 
@@ -65,13 +85,16 @@ class ChatCompletion(TypedDict):
 class ChatDelta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Finish | None
+    finish_reason: ChatFinish | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
 

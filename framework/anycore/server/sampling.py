@@ -33,6 +33,7 @@ def sampling_of(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    grammar: str | None = None,
 ) -> SamplingParams:
     """Build the sampling parameters: request, then `defaults` (flag and model's file), then the OpenAI API's.
 
@@ -57,6 +58,7 @@ def sampling_of(
         bad_words_ids=_bad_words(body.bad_words, tokenizer),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
     params.check_vocabulary(vocab_size)
     return params

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,10 @@ from anycore.server.phases import BEHIND, Phase
 from anycore.server.slot import Slot
 
 if TYPE_CHECKING:
-    from anycore.models.spec import Architecture, ModelSpec
+    from anycore.models.spec import ModelSpec
     from anycore.plugins import Plugins
     from anycore.text.render import Renderer
+    from anycore.text.replies.form import Formats
 
 MAX_NAME = 256  # characters of a model name in a request
 
@@ -39,25 +39,28 @@ class Reading:
     spec: ModelSpec
     renderer: Renderer
     sampling_defaults: SamplingDefaults
+    formats: Formats  # of tool calls and reasoning
 
 
-def read(
-    config: ModelConfig, plan: wire.Planned, architectures: Sequence[Architecture], request_templates: bool
-) -> Reading:
+def read(config: ModelConfig, plan: wire.Planned, plugins: Plugins, request_templates: bool) -> Reading:
     """Read spec, tokenizer and templates, sampling defaults. Slow: call it in a thread.
 
     Raises:
         AnycoreError: a file or a setting is wrong.
     """
     from anycore.text.render import Renderer
+    from anycore.text.replies.form import Formats
 
     source = Source(plan.source, Path(plan.folder), Path(plan.gguf) if plan.gguf else None)
-    spec = read_spec(source, architectures)
+    spec = read_spec(source, plugins.architectures())
     defaults = sampling_defaults(
         source.read_json("generation_config.json"), config.override_generation_config, config.generation_config
     )
     renderer = Renderer(source, spec, plan.card["max_model_len"], config.chat_template, request_templates)
-    return Reading(source, spec, renderer, defaults)
+    formats = Formats(
+        renderer.tokenizer, renderer.templates, config.tool_parser, config.reasoning_parser, plugins.formats
+    )
+    return Reading(source, spec, renderer, defaults, formats)
 
 
 @dataclass
@@ -107,6 +110,10 @@ class ServedModel:
     @property
     def sampling_defaults(self) -> SamplingDefaults:
         return self._read.sampling_defaults
+
+    @property
+    def formats(self) -> Formats:
+        return self._read.formats
 
     @property
     def _read(self) -> Reading:

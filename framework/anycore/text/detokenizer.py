@@ -32,15 +32,22 @@ class Detokenizer:
     strings the one that is complete first wins, and of those complete at the same character the longest. One that is
     complete within the first `min_tokens` tokens does not count.
 
-    `spaces_between_special_tokens` changes nothing: fast tokenizers put none there.
+    `kept` are special tokens that are text all the same. `spaces_between_special_tokens` changes nothing: fast
+    tokenizers put none there.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
         if not tokenizer.streams:
             raise ConfigError("this tokenizer cannot write text token by token, so it cannot generate")
         self._tokenizer = tokenizer
         self._params = params
-        self._skipped: frozenset[int] = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._skipped: frozenset[int] = tokenizer.special_ids - kept if params.skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._matchers = [StopMatcher(stop) for stop in params.stop]
         self._held = ""  # decoded, but perhaps part of a stop string
@@ -49,17 +56,17 @@ class Detokenizer:
         self._drop_space = tokenizer.drops_first_space and not prompt_ids
         self._done = False
 
-    def feed(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> Piece:
+    def feed(self, token_ids: Sequence[int], finish: FinishReason | None = None, all_text: bool = False) -> Piece:
         """Add tokens; `finish` is the engine's verdict on the sequence, with its last tokens.
 
         After a finish, or a stop string found, everything is flushed and nothing more is taken. With
         `FinishReason.STOP` the last id is the one that stopped: its text is left out, unless
-        `include_stop_str_in_output`.
+        `include_stop_str_in_output`, or `all_text` says that it is none.
         """
         if self._done:
             return Piece()
         out = []
-        leave_out = finish is FinishReason.STOP and not self._params.include_stop_str_in_output
+        leave_out = finish is FinishReason.STOP and not (all_text or self._params.include_stop_str_in_output)
         for i, token in enumerate(token_ids):
             self._count += 1
             if leave_out and i == len(token_ids) - 1:

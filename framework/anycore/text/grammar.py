@@ -7,6 +7,7 @@ and no other: docs/design/0025-grammars.md.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def choice(texts: Sequence[str], param: str = "structured_outputs") -> str:
 
     if not texts or not all(texts):
         raise BadRequest("choice needs at least one text, and none that is empty", param=param)
-    rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    rule = " | ".join(map(quoted, texts))
     return checked(LLMatcher.grammar_from_lark(f"start: {rule}"), param)
 
 
@@ -96,6 +97,57 @@ def checked(grammar: str, param: str) -> str:
     if failed:
         raise BadRequest(f"the output cannot be held to this: {messages[0].splitlines()[0]}", param=param)
     return grammar
+
+
+def composed(top: str, answer: str | None = None) -> str:
+    """A grammar in Lark's form in which `@answer` stands for another grammar, as the functions here return it.
+
+    Raises:
+        BadRequest: see `checked`.
+    """
+    grammars: list[dict[str, Any]] = [{"lark_grammar": top}]
+    if answer is not None:
+        own = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
+        grammars += [own[0] | {"name": "answer"}, *own[1:]]
+    return checked(json.dumps({"grammars": grammars}), "structured_outputs")
+
+
+def speller(tokenizer: Tokenizer) -> Callable[[str], str]:
+    """Return what makes a Lark term of a text: a string, or the token that a mark of replies has in this model."""
+    marks = mark_tokens(tokenizer)
+    parts = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
+
+    def spell(text: str) -> str:
+        terms, start = [], 0
+        for found in parts.finditer(text):
+            terms += [text[start : found.start()], marks[found.group()]]
+            start = found.end()
+        terms.append(text[start:])
+        return " ".join(f"<[{term}]>" if isinstance(term, int) else quoted(term) for term in terms if term != "")
+
+    return spell
+
+
+def quoted(text: str) -> str:
+    """A Lark string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def mark_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """The tokens of a model that are marks of replies, or parts of such, special or not, by their texts.
+
+    A grammar has to name them: text without them is free of marks.
+    """
+    from anycore.text.replies.formats import BUILT_IN as TOOLS  # whose grammars are made with what stands here
+    from anycore.text.replies.reasoning import BUILT_IN as REASONING
+
+    marks = [mark for form in TOOLS for mark in form.marks]
+    marks += [mark for form in REASONING for mark in (form.start, form.end)]
+    return {
+        text: token
+        for text, token in tokenizer.added_ids.items()
+        if text.startswith(("<", "[")) and any(text in mark for mark in marks)
+    }
 
 
 def vocabulary_of(source: Source, spec: ModelSpec) -> LLTokenizer:
@@ -126,7 +178,7 @@ class _Tokens:
     def __init__(self, tokenizer: Tokenizer, size: int, ends: Collection[int]) -> None:
         self.eos_token_id = min(ends)
         self.bos_token_id = tokenizer.bos_id
-        self.special_token_ids = sorted(tokenizer.special_ids | set(ends))
+        self.special_token_ids = sorted(tokenizer.special_ids | set(ends) | set(mark_tokens(tokenizer).values()))
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(size)]
         self._encode: Callable[[str], list[int]] = lambda text: tokenizer.encode(text, add_special_tokens=False)
 

@@ -74,6 +74,11 @@ class Renderer:
         self._templates = ChatTemplates(own, self.tokenizer.special_tokens, chat_template, allow_request_template)
         self._warned_of_bos = False
 
+    @property
+    def templates(self) -> list[str]:
+        """The chat templates in use, as text."""
+        return self._templates.texts
+
     def text(
         self,
         prompt: str | list[int],

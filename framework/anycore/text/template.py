@@ -155,6 +155,10 @@ class ChatTemplates:
             except TemplateFailed as error:
                 raise ConfigError(f"--chat-template {file}: {error.message}", param="chat_template") from None
 
+    @property
+    def texts(self) -> list[str]:
+        return [template.text for template in self._templates.values()]
+
     def choose(self, guest: str | None, tools: bool) -> ChatTemplate:
         """Return the request's template, or the model's: the one for tools, if there are tools and it has one.
 

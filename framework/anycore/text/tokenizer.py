@@ -54,6 +54,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.added_ids = {token.content: i for i, token in added.items()}  # special or not
         self._rule = decoding_rule(backend)
         self._bytes: dict[int, bytes] = {}  # of the tokens seen so far
 

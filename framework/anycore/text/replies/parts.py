@@ -6,6 +6,7 @@ text was cut: a whole reply is read by feeding its text at once.
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,8 +67,10 @@ class ToolFormat(ABC):
     """How a family of models writes tool calls."""
 
     name: ClassVar[str]  # as --tool-parser gives it
+    opening: ClassVar[str] = ""
+    """Text that begins the calls of a reply; empty where calls are bare, and then the whole reply."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """Texts by which calls are found. Where they are special tokens of a model, they are kept in its text."""
+    """Texts by which calls are found. Where they are tokens of a model, they are kept in its text and not said."""
 
     @abstractmethod
     def fits(self, template: str) -> bool:
@@ -81,8 +84,12 @@ class ToolFormat(ABC):
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
         """Return Lark rules, the first of them named `calls`, of one call or, with `parallel`, several.
 
-        Arguments are held to their schema by llguidance's `%json {...}`. Text around the calls is not part of it.
+        They begin after the `opening`. Arguments are held to their schema by llguidance's `%json {...}`.
         """
+
+    def call_id(self) -> str:
+        """Return a new name for a call, such as templates of these models take back."""
+        return f"call_{uuid.uuid4().hex[:24]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +103,6 @@ class ReasoningFormat:
     def fits(self, template: str) -> bool:
         """Whether a model with this chat template reasons so."""
         return self.start in template and self.end in template
+
+
+Format = ToolFormat | ReasoningFormat
