@@ -1,0 +1,161 @@
+"""FunctionGemma and Gemma 4: `call:NAME{key:value,…}` between two marks, with strings in marks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from anycore.text.replies import grammars
+from anycore.text.replies.literals import LiteralPass
+from anycore.text.replies.parts import Reader, Spell, Tool, ToolFormat
+from anycore.text.replies.scan import NAME, Steps
+from anycore.text.replies.values import properties, resolved, types
+
+_DEEPEST = 8  # objects in objects that a grammar follows
+
+
+class FunctionGemma(ToolFormat):
+    name: ClassVar[str] = "functiongemma"
+    start: ClassVar[str] = "<start_function_call>"
+    opening: ClassVar[str] = start
+    finish: ClassVar[str] = "<end_function_call>"
+    quote: ClassVar[str] = "<escape>"
+    marks: ClassVar[tuple[str, ...]] = (start, finish, quote)
+
+    def fits(self, template: str) -> bool:
+        return self.start in template
+
+    def reader(self, tools: Sequence[Tool]) -> Reader:
+        return _Reader(self, {tool.name: tool for tool in tools})
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        values = _Values(self.quote, spell)
+        bodies = [
+            f"{spell(f'call:{tool.name}')} {values.object(tool.parameters, tool.parameters)} {spell(self.finish)}"
+            for tool in tools
+        ]
+        return grammars.calls(bodies, spell(self.start) if parallel else None, rules=values.rules)
+
+
+class Gemma4(FunctionGemma):
+    name: ClassVar[str] = "gemma4"
+    start: ClassVar[str] = "<|tool_call>"
+    opening: ClassVar[str] = start
+    finish: ClassVar[str] = "<tool_call|>"
+    quote: ClassVar[str] = '<|"|>'
+    marks: ClassVar[tuple[str, ...]] = (start, finish, quote)
+
+
+class _Reader(LiteralPass):
+    def __init__(self, form: FunctionGemma, tools: dict[str, Tool]) -> None:
+        self.form = form
+        self.tools = tools
+        super().__init__((form.quote,), None)
+
+    def read(self) -> Steps[None]:
+        while mark := (yield from self.prose(self.form.start)):
+            yield from self.attempt(mark, self._block())
+
+    def _block(self) -> Steps[bool]:
+        yield from self.space()
+        if not (yield from self.ending("call:")):
+            return False
+        name = yield from self.run(NAME)
+        if not name or not (yield from self.literal("{")):
+            return not (yield from self.peek())
+        self.begin(name)
+        if (yield from self._arguments(self.tools.get(name))):
+            yield from self.space()
+            yield from self.ending(self.form.finish)
+        else:
+            yield from self.upto(self.form.finish)
+        return True
+
+    def _arguments(self, tool: Tool | None) -> Steps[bool]:
+        """Read the arguments of a call, up to its brace."""
+        root = {} if tool is None else tool.parameters
+        while True:
+            yield from self.space()
+            if (yield from self.literal("}")):
+                self.close()
+                return True
+            if (yield from self.literal(",")):
+                continue
+            key = yield from self.key()
+            value = None if key is None else (yield from self.value(properties(root).get(key), root))
+            if key is None or value is None:
+                return False
+            self.argument(key, value)
+
+
+class _Values:
+    """Terms of values in this notation, and the rules that they name."""
+
+    def __init__(self, quote: str, spell: Spell) -> None:
+        self.spell = spell
+        self.quote = spell(quote)
+        self.rules: list[str] = []
+        self._free = False  # whether there is a rule for any value
+
+    def object(self, schema: dict[str, Any], root: dict[str, Any], depth: int = 0) -> str:
+        """An object with the keys that the schema names; with any, if it names none."""
+        items = {
+            key: f"{self.spell(f'{key}:')} {self.value(part, root, depth + 1)}"
+            for key, part in properties(schema).items()
+        }
+        if not items and grammars.open_ended(schema):
+            pair = f"/[a-zA-Z_][a-zA-Z0-9_]*/ {self.spell(':')} {self._any()}"
+            return f"{self.spell('{')} {self._some(pair)} {self.spell('}')}"
+        return f"{self.spell('{')} {grammars.members(schema, items, self.spell(','))} {self.spell('}')}"
+
+    def value(self, schema: Any, root: dict[str, Any], depth: int) -> str:
+        """A value that a schema allows, as far as its types, its keys and listed values go."""
+        schema = resolved(schema, root)
+        options = schema.get("anyOf") or schema.get("oneOf")
+        listed = grammars.constants(schema)
+        if listed is not None and all(isinstance(value, str) for value in listed):
+            terms = [f"{self.quote} {self.spell(value)} {self.quote}" for value in listed]
+        elif depth > _DEEPEST:
+            terms = []
+        elif isinstance(options, list):
+            terms = [self.value(option, root, depth + 1) for option in options]
+        else:
+            terms = [self._of_type(kind, schema, root, depth) for kind in sorted(types(schema, root))]
+        return f"({' | '.join(terms)})" if terms else self._any()
+
+    def _of_type(self, kind: str, schema: dict[str, Any], root: dict[str, Any], depth: int) -> str:
+        if kind == "object":
+            return self.object(schema, root, depth)
+        if kind == "array":
+            item = self.value(schema.get("items", {}), root, depth + 1)
+            return f"{self.spell('[')} {self._some(item, schema.get('minItems', 0), schema.get('maxItems'))} " + (
+                self.spell("]")
+            )
+        if kind == "string":
+            return self._text(schema)
+        return grammars.inline({**schema, "type": kind}, root)
+
+    def _some(self, item: str, least: int = 0, most: int | None = None) -> str:
+        """Items with commas between them."""
+        if most == 0:
+            return '""'
+        more = "" if most is None else max(most - 1, 0)
+        term = f"{item} ({self.spell(',')} {item}){{{max(least - 1, 0)},{more}}}"
+        return term if least else f"({term})?"
+
+    def _text(self, schema: dict[str, Any]) -> str:
+        """A string in its marks. Where these are no tokens of their own, only a rule's suffix can end it."""
+        text = grammars.any_text(schema)
+        plain = self.quote.startswith('"')
+        self.rules.append(f"text_{len(self.rules)}{f'[suffix={self.quote}]' if plain else ''}: {text}")
+        return f"{self.quote} text_{len(self.rules) - 1} {'' if plain else self.quote}".rstrip()
+
+    def _any(self) -> str:
+        if not self._free:
+            self._free = True
+            scalar = grammars.inline({"type": ["number", "boolean", "null"]})
+            pair = f"/[a-zA-Z_][a-zA-Z0-9_]*/ {self.spell(':')} any_value"
+            array = f"{self.spell('[')} {self._some('any_value')} {self.spell(']')}"
+            mapping = f"{self.spell('{')} {self._some(pair)} {self.spell('}')}"
+            self.rules.append(f"any_value: {self._text({})} | {scalar} | {array} | {mapping}")
+        return "any_value"

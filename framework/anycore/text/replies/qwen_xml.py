@@ -1,0 +1,117 @@
+"""Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>value</parameter>…</function></tool_call>`.
+
+Values are written without quotes, each with a line break before and behind it; the tool's schema says what they are.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from anycore.text.replies import grammars
+from anycore.text.replies.parts import Reader, Spell, Tool, ToolFormat
+from anycore.text.replies.scan import Pass, Steps
+from anycore.text.replies.values import as_json, properties, resolved, types
+
+START, END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_BREAK = "\n"
+_IN_TAG = re.compile(r"[^<>\s]+")
+
+
+class QwenXml(ToolFormat):
+    name: ClassVar[str] = "qwen3_coder"
+    opening: ClassVar[str] = START
+    marks: ClassVar[tuple[str, ...]] = (START, END)
+
+    def fits(self, template: str) -> bool:
+        return START in template and FUNCTION in template and PARAMETER in template
+
+    def reader(self, tools: Sequence[Tool]) -> Reader:
+        return _Reader({tool.name: tool for tool in tools})
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        rules: list[str] = []
+        bodies = []
+        for tool in tools:
+            items = {
+                key: f"{spell(f'{PARAMETER}{key}>{_BREAK}')} {_value(schema, tool.parameters, spell, rules)}"
+                for key, schema in properties(tool.parameters).items()
+            }
+            head = spell(f"\n{FUNCTION}{tool.name}>\n")
+            inner = grammars.members(tool.parameters, items, "")
+            bodies.append(f"{head} {inner} {spell(f'{FUNCTION_END}{_BREAK}{END}')}")
+        return grammars.calls(bodies, spell(f"\n{START}") if parallel else None, rules=rules)
+
+
+def _value(schema: Any, root: dict[str, Any], spell: Spell, rules: list[str]) -> str:
+    """A value and the end of its parameter. Strings are rules of their own, which end at that end."""
+    end = f"\n{PARAMETER_END}\n"
+    schema = resolved(schema, root)
+    listed = grammars.constants(schema)
+    if listed is not None and all(isinstance(value, str) for value in listed):
+        return f"({' | '.join(spell(value + end) for value in listed)})"
+    wanted = types(schema, root)
+    if wanted and "string" not in wanted:
+        return f"{grammars.inline(schema, root)} {spell(end)}"
+    name = f"text_{len(rules)}"
+    rules.append(f"{name}[suffix={json.dumps(end)}]: {grammars.any_text(schema)}")
+    return name
+
+
+class _Reader(Pass):
+    def __init__(self, tools: dict[str, Tool]) -> None:
+        self.tools = tools
+        super().__init__()
+
+    def read(self) -> Steps[None]:
+        while mark := (yield from self.prose(START, FUNCTION)):
+            yield from self.attempt(mark, self._block(mark))
+
+    def _block(self, mark: str) -> Steps[bool]:
+        if mark == START:
+            yield from self.space()
+        while mark == FUNCTION or (yield from self.ending(FUNCTION)):
+            mark = ""
+            name = yield from self.run(_IN_TAG)
+            if not name or not (yield from self.literal(">")):
+                return not (yield from self.peek())
+            self.begin(name)
+            yield from self._arguments(self.tools.get(name))
+            yield from self.space()
+        yield from self.ending(END)
+        return self.held is None
+
+    def _arguments(self, tool: Tool | None) -> Steps[None]:
+        """Read the parameters of a call, up to its end."""
+        root = {} if tool is None else tool.parameters
+        while True:
+            _, mark = yield from self.upto(PARAMETER, FUNCTION_END, END)
+            if mark == PARAMETER:
+                key = yield from self.run(_IN_TAG)
+                if not (yield from self.literal(">")):
+                    continue
+                text, mark = yield from self._text()
+                if mark:
+                    self.argument(key, as_json(text, properties(root).get(key), root))
+            if mark in (FUNCTION_END, END):
+                self.close()
+            if mark != PARAMETER_END:
+                return
+
+    def _text(self) -> Steps[tuple[str, str]]:
+        """Take the text of a value and the mark behind it, and return both.
+
+        A mark that nothing of the format follows is a part of the text.
+        """
+        pieces = []
+        while True:
+            text, mark = yield from self.upto(PARAMETER_END, FUNCTION_END)
+            pieces.append(text)
+            after = (PARAMETER, FUNCTION_END, END) if mark == PARAMETER_END else (END,)
+            if not mark or (yield from self.follows(*after)):
+                return "".join(pieces).removeprefix("\n").removesuffix("\n"), mark
+            pieces.append(mark)
