@@ -33,7 +33,9 @@ class CpuBackend(Backend):
         super().__init__(torch.device("cpu"), CpuMemory(kernels is not None), ops)
 
     def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
-        return step if self._kernels is None else ReplayStep(step, self._kernels, limits)
+        if self._kernels is None or self.ops.group.size > 1:  # what ranks exchange is no kernel, and not recorded
+            return step
+        return ReplayStep(step, self._kernels, limits)
 
 
 def keep_freed_memory() -> None:

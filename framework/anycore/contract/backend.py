@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.collective import Group
 from anycore.contract.ops import Ops
 from anycore.contract.rounded import TYPES, RoundedCache
 from anycore.contract.sizes import KVSpec, Limits
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 __all__ = [
     "Backend",
@@ -179,6 +183,15 @@ class Backend:
         else follows stay with anycore.
         """
         return None
+
+    def join(self, store: Store, rank: int, size: int, one_host: bool) -> None:
+        """Become one of `size` ranks that compute a model together, and wait for the others, which `store` leads to.
+
+        Called before weights are loaded, on backends whose table says "tensor_parallel". From then on
+        `Ops.all_reduce` and `Ops.all_gather` exchange.
+        """
+        assert self.collective is not None, f"backend {self.name} names no collective"
+        self.ops.group = Group(self.collective, self.device, store, rank, size, one_host)
 
     def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         """Return a faster function that gives equal results (a captured graph, say). Default: `step` itself."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anycore.contract import reference, sampling
 from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.collective import ALONE, Collective
 from anycore.contract.weights import Weight
 
 HeadNorms = tuple[Tensor, Tensor, float]
@@ -24,6 +25,7 @@ class Ops:
     """Default operations for any torch device. A backend overrides what it can do faster."""
 
     draw_dtype = torch.float64  # of `Sampling.uniforms` and of sums of probabilities; float32 where that is the widest
+    group: Collective = ALONE  # the ranks of the model, where several compute it: see `Backend.join`
 
     def plan(self, batch: Batch) -> Any:
         """Prepare masks, workspaces or split counts once a step, before the forward; kept in `batch.plan`."""
@@ -196,9 +198,9 @@ class Ops:
         return sampling.sample(logits, params)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks; identity when alone."""
-        return x
+        """Sum over ranks, perhaps in place; identity when alone. Each rank gets the same numbers."""
+        return self.group.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate the last dimension over ranks; identity when alone."""
-        return x
+        return self.group.all_gather(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,18 @@ from torch import Tensor
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
 from anycore.contract.weights import DenseWeight, QuantisedWeight
-from anycore.models.layers import Attention, Dense, Linear, NormLinear, RMSNorm, Weights, packed_table, project
+from anycore.models.layers import (
+    Attention,
+    Dense,
+    Embedding,
+    Head,
+    Linear,
+    NormLinear,
+    RMSNorm,
+    Weights,
+    packed_table,
+    project,
+)
 from anycore.models.rotary import Rotary
 from anycore.models.spec import ModelSpec
 
@@ -59,7 +71,14 @@ class Layer:
 class Decoder:
     """A causal language model, an embedder made of one, or a reranker: the spec says which head there is."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, dense: list[Dense]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ops: Ops,
+        dense: list[Dense],
+        embedding: Callable[[Ops, Any], Embedding] = Embedding,
+    ) -> None:
         assert spec.rope is not None
         device = weights["norm.weight"].device
         self.spec = spec
@@ -67,13 +86,14 @@ class Decoder:
         self.dense = dense
         table: Tensor | QuantisedWeight = weights["embed_tokens.weight"]
         self.table = packed_table(table, ops)
+        self.words = embedding(ops, self.table)
         # As Hugging Face does, the scale is rounded to the dtype before it multiplies.
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=table.dtype))
         self.layers = [Layer(ops, weights, spec, index) for index in range(spec.layers)]
         self.norm = RMSNorm(ops, weights, "norm", spec)
         self.rotary = Rotary(ops, spec.rope, spec.head_dim, device)
         self.rotary_local = Rotary(ops, spec.rope_local, spec.head_dim, device) if spec.rope_local else self.rotary
-        self.head: Linear | None = None
+        self.head: Head | None = None
         self.scorer: Linear | None = None
         if spec.head == "classifier":
             self.scorer = Linear(ops, weights, "score")
@@ -83,15 +103,15 @@ class Decoder:
                 handle = ops.pack(DenseWeight(head))
             else:
                 handle = self.table if head is table else ops.pack(head)
-            self.head = matrix(handle, ops)
+            self.head = Head(ops, handle)
             if spec.score is not None and spec.score.yes_no_ids is not None:
                 no_yes = torch.tensor(spec.score.yes_no_ids[::-1], device=device)
-                rows = head[no_yes] if isinstance(head, Tensor) else ops.embedding(no_yes, handle)
-                self.scorer = matrix(ops.pack(DenseWeight(rows)), ops)
+                rows = embedding(ops, head if isinstance(head, Tensor) else handle)(no_yes)
+                self.scorer = Linear(ops, {"rows.weight": ops.pack(DenseWeight(rows))}, "rows")
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the hidden states [R, H] of `batch.output_rows`, after the final norm."""
-        x = self.ops.embedding_sum([(batch.input_ids, self.table)], self.embedding_scale)
+        x = self.words(batch.input_ids, scale=self.embedding_scale)
         angles = self.rotary(batch.positions)
         local = angles if self.rotary_local is self.rotary else self.rotary_local(batch.positions)
         residual: Tensor | None = None
@@ -103,7 +123,7 @@ class Decoder:
     def logits(self, rows: Tensor) -> Tensor:
         """[R, H] → [R, V] float32."""
         assert self.head is not None, "this model was loaded without a language-model head"
-        logits = self.ops.logits(rows, self.head.handle)
+        logits = self.head(rows)
         cap = self.spec.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -115,8 +135,3 @@ class Decoder:
     def project(self, vectors: Tensor) -> Tensor:
         """[B, H] float32 → [B, D]."""
         return project(vectors, self.dense)
-
-
-def matrix(handle: Any, ops: Ops) -> Linear:
-    """A matrix to multiply by that is no parameter of its own: a table of token vectors, or some of its rows."""
-    return Linear(ops, {"rows.weight": handle}, "rows")

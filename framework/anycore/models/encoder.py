@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from anycore.contract.batch import Batch
 from anycore.contract.ops import Ops
-from anycore.models.layers import Attention, Dense, LayerNorm, Linear, Weights, packed_table, project
+from anycore.models.layers import Attention, Dense, Embedding, LayerNorm, Linear, Weights, packed_table, project
 from anycore.models.spec import ModelSpec
 
 
@@ -37,11 +40,18 @@ class Layer:
 class Encoder:
     """A bidirectional encoder, with a scoring head where the spec has one."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops, dense: list[Dense]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        ops: Ops,
+        dense: list[Dense],
+        embedding: Callable[[Ops, Any], Embedding] = Embedding,
+    ) -> None:
         self.spec = spec
         self.ops = ops
         self.dense = dense
-        self.words = packed_table(weights["embeddings.word_embeddings.weight"], ops)
+        self.words = embedding(ops, packed_table(weights["embeddings.word_embeddings.weight"], ops))
         self.positions: Tensor = weights["embeddings.position_embeddings.weight"][spec.position_offset :]
         self.types: Tensor = weights["embeddings.token_type_embeddings.weight"]
         self.norm = LayerNorm(ops, weights, "embeddings.LayerNorm", spec)
@@ -52,9 +62,8 @@ class Encoder:
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the last layer's hidden states [R, H] of `batch.output_rows`."""
-        ops = self.ops
-        words, types = (batch.input_ids, self.words), (batch.token_types, self.types)
-        x = self.norm(ops.embedding_sum([words, types, (batch.positions, self.positions)]))[0]
+        others = [(batch.token_types, self.types), (batch.positions, self.positions)]
+        x = self.norm(self.words(batch.input_ids, others))[0]
         for layer in self.layers:
             x = layer(x, batch, last=layer is self.layers[-1])
         return x

@@ -15,6 +15,8 @@ from torch import Tensor
 from anycore.contract.weights import QuantisedWeight
 from anycore.errors import WeightsError
 from anycore.models.checkpoint import Checkpoint, Entry, Ordered
+from anycore.models.cutting import cut_out
+from anycore.models.parallel import Cut
 from anycore.models.quantization import Piece
 
 DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -30,10 +32,16 @@ class Place:
     first: int
     rows: int
     kept: bool  # the piece has the format that its tensors come in
+    cut: Cut | None = None  # the part of the tensor that it is, where ranks share it
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.rows, *self.piece.parameter.shape[1:])
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the checkpoint tensor."""
+        return self.shape if self.cut is None else self.cut.whole
 
     @property
     def size(self) -> int:
@@ -76,6 +84,8 @@ def copied(
             if place is None:
                 continue
             check_entry(entry, place, f"{checkpoint.file_of(name)}: {name}")
+            if place.cut is not None:
+                entry = cut_out(entry, place.cut, place.kept, name)
             if place.key not in begun:
                 begun[place.key] = begin(place, entry, dtype)
             piece = begun[place.key]
@@ -104,8 +114,8 @@ def check_entry(entry: Entry, place: Place, what: str) -> None:
             raise WeightsError(f"{what} is {weight.dtype}, and nothing says how it is quantised")
         if place.kept:
             raise WeightsError(f"{what} is dense, though its file said that it is quantised")
-    elif weight.shape != place.shape:
-        raise WeightsError(f"{what} has shape {list(weight.shape)}, not {list(place.shape)}")
+    elif weight.shape != place.whole:
+        raise WeightsError(f"{what} has shape {list(weight.shape)}, not {list(place.whole)}")
 
 
 def begin(place: Place, entry: Entry, dtype: str) -> Gathered:

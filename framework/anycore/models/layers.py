@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,30 @@ class Linear:
         if isinstance(self.handle, Pieces):
             return self.handle.multiply(self.ops, x, self.bias)
         return self.ops.linear(x, self.handle, self.bias)
+
+
+class Embedding:
+    """Rows of a table by token id."""
+
+    def __init__(self, ops: Ops, table: Any) -> None:
+        self.ops = ops
+        self.table = table
+
+    def __call__(self, ids: Tensor, others: Sequence[tuple[Tensor | None, Any]] = (), scale: float = 1.0) -> Tensor:
+        """[T] int64 → [T, H]: `scale` times the sum of these rows and of those of other tables."""
+        return self.ops.embedding_sum([(ids, self.table), *others], scale)
+
+
+class Head:
+    """The language-model head."""
+
+    def __init__(self, ops: Ops, handle: Any) -> None:
+        self.ops = ops
+        self.handle = handle
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """[R, H] → [R, V] float32."""
+        return self.ops.logits(rows, self.handle)
 
 
 def packed_table(weight: Tensor | QuantisedWeight, ops: Ops) -> Any:

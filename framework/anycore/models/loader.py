@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,12 +23,14 @@ from anycore.models.decoder import Decoder
 from anycore.models.encoder import Encoder
 from anycore.models.gathering import Gathered, Place, copied, tensors
 from anycore.models.layers import Dense, Pieces
+from anycore.models.parallel import Cut, cuts
 from anycore.models.parameters import Parameter, canonical, dense, parameters
 from anycore.models.quantised.rounding import quantise
 from anycore.models.quantization import Quantization, Stored, pieces, words
 from anycore.models.shards import Safetensors
 from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec
+from anycore.models.split import embedding_of, split
 from anycore.models.whole import WholeModel, forward_of
 
 log = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ Made = tuple[Any, Tensor | None]
 
 AHEAD = 1 << 30
 """Bytes that readers may be ahead of the device: the host's memory never holds a whole model."""
+NOTHING: Mapping[str, Cut] = MappingProxyType({})
 NAMED = 8
 """How many tensors a message names before it only counts them."""
 
@@ -63,11 +68,15 @@ def load(
     if whole is not None:
         return WholeModel(spec, whole, dense_modules(source, spec, backend))
     checkpoint = open_checkpoint(source)
-    weights = fill(parameters(spec), checkpoint, spec.architecture, backend, dtype, progress, spec.stored, quantization)
+    weights = fill(
+        parameters(spec), checkpoint, spec.architecture, backend, dtype, progress, spec.stored, quantization, cuts(spec)
+    )
     if spec.head == "lm" and spec.tied:
         tie(weights, source)
     build = Decoder if spec.family == "decoder" else Encoder
-    return build(spec, weights, backend.ops, dense_modules(source, spec, backend))
+    model = build(spec, weights, backend.ops, dense_modules(source, spec, backend), embedding_of(spec))
+    split(model)
+    return model
 
 
 def dense_modules(source: Source, spec: ModelSpec, backend: Backend) -> list[Dense]:
@@ -98,14 +107,16 @@ def match(
     what: str,
     stored: Stored | None = None,
     quantization: Quantization | None = None,
+    cut: Mapping[str, Cut] = NOTHING,
 ) -> dict[str, Place]:
-    """Return the place of each checkpoint tensor that is wanted.
+    """Return the place of each checkpoint tensor that is wanted, all of it or the part that `cut` names.
 
     Raises:
         WeightsError: a tensor is missing, there twice, or of another shape or format than config.json makes it.
     """
-    cut = [piece for parameter in wanted for piece in pieces(parameter, quantization)]
+    every = [piece for parameter in wanted for piece in pieces(parameter, quantization)]
     shapes = {name: (rows, *p.shape[1:]) for p in wanted for name, rows in p.parts}
+    shapes |= {name: part.whole for name, part in cut.items()}
     formats = dict(stored.formats) if stored is not None else {}
     found: dict[str, str] = {}
     for name, shape in checkpoint.shapes.items():
@@ -131,12 +142,12 @@ def match(
     if missing:
         raise WeightsError(missing_message(missing, len(shapes), checkpoint, what))
     places: dict[str, Place] = {}
-    for piece in cut:
+    for piece in every:
         names = [found[name] for name, _ in piece.parts if name in found]
         kept = piece.format is not None and all(checkpoint.formats.get(name) == piece.format for name in names)
         first = 0
-        for name, (_, rows) in zip(names, piece.parts, strict=False):  # an optional one may not be there
-            places[name] = Place(piece, first, rows, kept)
+        for name, (part, rows) in zip(names, piece.parts, strict=False):  # an optional one may not be there
+            places[name] = Place(piece, first, rows, kept, cut.get(part))
             first += rows
     return places
 
@@ -163,12 +174,13 @@ def fill(
     progress: Progress | None,
     stored: Stored | None = None,
     quantization: Quantization | None = None,
+    cut: Mapping[str, Cut] = NOTHING,
 ) -> dict[str, Any]:
     """Return finished parameters by name: cast, fused, on the device, and packed where `ops.linear` takes them.
 
     Tables that are quantised are left for the model to pack: a tied head is the same matrix.
     """
-    places = match(wanted, checkpoint, what, stored, quantization)
+    places = match(wanted, checkpoint, what, stored, quantization, cut)
     extra = [name for name in checkpoint.shapes if name not in places and not UNUSED.search(canonical(name))]
     if extra:
         log.warning("%d tensors of the checkpoint are not used by %s: %s", len(extra), what, some(extra))

@@ -63,7 +63,7 @@ def counted(spec: ModelSpec) -> list[Parameter]:
 
 def decoder(spec: ModelSpec) -> Iterator[Parameter]:
     hidden, queries, keys = spec.hidden_size, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    yield plain("embed_tokens.weight", spec.vocab_size, hidden, table=True)
+    yield plain("embed_tokens.weight", spec.vocab_rows, hidden, table=True)
     for i in range(spec.layers):
         attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
         qkv = {f"{attention}.q_proj": queries, f"{attention}.k_proj": keys, f"{attention}.v_proj": keys}
@@ -83,24 +83,24 @@ def decoder(spec: ModelSpec) -> Iterator[Parameter]:
     yield norm("norm.weight", hidden)
     if spec.head == "lm":
         # Not packed: a reranker takes two of its rows, and a tied head is the embedding table.
-        parts = (("lm_head.weight", spec.vocab_size),)
-        yield Parameter("lm_head.weight", (spec.vocab_size, hidden), parts, optional=spec.tied, head=True)
+        parts = (("lm_head.weight", spec.vocab_rows),)
+        yield Parameter("lm_head.weight", (spec.vocab_rows, hidden), parts, optional=spec.tied, head=True)
     elif spec.head == "classifier":
         yield from linear("score", {"score": labels(spec)}, hidden, bias=False)
 
 
 def encoder(spec: ModelSpec) -> Iterator[Parameter]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    yield plain("embeddings.word_embeddings.weight", spec.vocab_size, hidden, table=True)
+    hidden, inner, heads = spec.hidden_size, spec.intermediate_size, spec.heads * spec.head_dim
+    yield plain("embeddings.word_embeddings.weight", spec.vocab_rows, hidden, table=True)
     yield plain("embeddings.position_embeddings.weight", spec.max_positions + spec.position_offset, hidden)
     yield plain("embeddings.token_type_embeddings.weight", spec.token_type_count, hidden)
     yield from layer_norm("embeddings.LayerNorm", hidden)
     for i in range(spec.layers):
         layer = f"encoder.layer.{i}"
         attention = f"{layer}.attention.self"
-        qkv = {f"{attention}.query": hidden, f"{attention}.key": hidden, f"{attention}.value": hidden}
+        qkv = {f"{attention}.query": heads, f"{attention}.key": heads, f"{attention}.value": heads}
         yield from linear(f"{attention}.qkv", qkv, hidden)
-        for name, width in (("attention.output.dense", hidden), ("output.dense", inner)):
+        for name, width in (("attention.output.dense", heads), ("output.dense", inner)):
             yield from linear(f"{layer}.{name}", {f"{layer}.{name}": hidden}, width)
         yield from linear(f"{layer}.intermediate.dense", {f"{layer}.intermediate.dense": inner}, hidden)
         yield from layer_norm(f"{layer}.attention.output.LayerNorm", hidden)

@@ -73,6 +73,15 @@ class ScoreSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Shard:
+    """Which part of a model a spec is about, where several ranks compute it together: see `models.parallel`."""
+
+    rank: int
+    ranks: int
+    whole: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One model. Sizes are counts of elements; None where a model has no such thing."""
 
@@ -114,12 +123,21 @@ class ModelSpec:
     pooling: PoolingSpec | None = None
     score: ScoreSpec | None = None
     stored: Stored | None = None  # how the checkpoint holds its weights, where they are quantised
+    shard: Shard | None = None  # heads, KV heads and intermediate size are those of one rank of several
 
     @property
     def vector_size(self) -> int:
         """Length of the vectors of an embedder."""
         dense = self.pooling.dense if self.pooling else ()
         return dense[-1].outputs if dense else self.hidden_size
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the tables by token id that are held here: of several ranks the last one may have fewer."""
+        if self.shard is None:
+            return self.vocab_size
+        most = -(-self.vocab_size // self.shard.ranks)
+        return max(0, min(most, self.vocab_size - self.shard.rank * most))
 
     @property
     def parameter_count(self) -> int:
