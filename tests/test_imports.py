@@ -21,17 +21,18 @@ VENDOR_EXCEPTIONS = {"contract/backend.py": {"nccl", "hccl"}}  # a doc comment: 
 
 # What each room may import of the core; a room may always import itself. Lone files are rooms of their own.
 CLI, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT = "cli", "server", "llm", "text", "engine", "models", "contract"
-BENCH, BATCH = "bench", "batch"
+BENCH, BATCH, SIMULATE = "bench", "batch", "simulate"
 COMMON = {"errors", "config", "__init__"}
 LOADING = {"plugins", "choose", "guard", "capabilities", "evidence"}
 ALLOWED = {
-    CLI: {BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
+    CLI: {SIMULATE, BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
     SERVER: {TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
     LLM: {TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     ENGINE: {MODELS, CONTRACT, *COMMON, *LOADING},
     MODELS: {CONTRACT, *COMMON},
     CONTRACT: {"errors"},
     BENCH: {MODELS, CONTRACT, "errors"},
+    SIMULATE: {BENCH, "server.routing", ENGINE, MODELS, CONTRACT, "errors"},
     BATCH: {SERVER, "config", "errors"},
     TEXT: {"models.spec", "models.source", "models.gguf.header", "engine.request", *COMMON},
     "plugins": {"hookspecs", "guard", CONTRACT, *COMMON},
