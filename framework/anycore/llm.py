@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -17,7 +17,8 @@ from anycore.contract.declare import Task
 from anycore.engine.defaults import sampling_defaults
 from anycore.engine.grammar import Grammars
 from anycore.engine.launch import build, prepare
-from anycore.engine.request import Delta, FinishReason, NewRequest, PoolingParams, SamplingParams, TokenLogprob
+from anycore.engine.request import Beams, Delta, FinishReason, NewRequest, PoolingParams, SamplingParams, TokenLogprob
+from anycore.engine.searches import Texts
 from anycore.errors import AnycoreError, BadRequest, TaskNotSupported
 from anycore.models.source import Progress
 from anycore.text.detokenizer import Detokenizer
@@ -44,6 +45,7 @@ class GenerateOutput:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
+    score: float | None = None  # of a beam search
     others: list[GenerateOutput] = field(default_factory=list)
 
 
@@ -72,6 +74,7 @@ class LLM:
         self.engine.grammars = Grammars(lambda: vocabulary_of(prepared.source, prepared.spec))
         longest = self.engine.limits.max_model_len
         self.renderer = Renderer(prepared.source, prepared.spec, longest, config.chat_template)
+        self.engine.texts = Texts(lambda: self.renderer.tokenizer)
         file = prepared.source.read_json("generation_config.json")
         self._defaults = sampling_defaults(file, config.override_generation_config, config.generation_config)
         self._names = itertools.count()
@@ -91,6 +94,26 @@ class LLM:
         self._need(Task.GENERATE)
         items = _listed(prompts)
         return self._complete([self.renderer.text(item) for item in items], self._sampling(params, len(items)))
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        width: int,
+        max_tokens: int | None = None,
+        length_penalty: float = 1.0,
+        early_stopping: bool | Literal["never"] = False,
+        n: int | None = None,
+        **sampling: Any,
+    ) -> list[GenerateOutput]:
+        """Complete prompts with a beam search: the best `n` (default: all `width`) sequences of each, best first.
+
+        Args:
+            width, length_penalty, early_stopping: see `engine.request.Beams`.
+            sampling: further fields of `SamplingParams`, such as `stop` or `logprobs`.
+        """
+        beams = Beams(width=width, length_penalty=length_penalty, early_stopping=early_stopping)
+        return self.generate(prompts, SamplingParams(n=n or width, max_tokens=max_tokens, beams=beams, **sampling))
 
     def chat(
         self,
@@ -152,6 +175,7 @@ class LLM:
         output.token_ids += delta.token_ids[: piece.tokens]
         output.cached_tokens = max(output.cached_tokens, delta.cached_tokens)
         output.prompt_logprobs = delta.prompt_logprobs or output.prompt_logprobs
+        output.score = delta.score
         if delta.logprobs is not None:
             output.logprobs = (output.logprobs or []) + delta.logprobs[: piece.tokens]
         if piece.stop is not None:

@@ -287,7 +287,7 @@ class Engine:
             if error is not None:
                 self._early += [self._fail(r, AnycoreError(f"no stop strings: {error}")) for r in requests]
                 continue
-            search.bytes_of = read.result()
+            search.tokens = read.result()
             for request in requests:
                 request.status = Status.WAITING
             self._enqueue(requests)
@@ -483,9 +483,7 @@ def _not_finite(request: Request) -> NonFiniteOutput:
 
 
 def _failed(request_id: str, error: AnycoreError, index: int = 0) -> Delta:
-    return Delta(
-        id=request_id, index=index, error=error.message, error_code=error.code, finish=FinishReason.ERROR
-    )
+    return Delta(id=request_id, index=index, error=error.message, error_code=error.code, finish=FinishReason.ERROR)
 
 
 def _sequences(new: NewRequest) -> int:

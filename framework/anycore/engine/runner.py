@@ -18,6 +18,9 @@ from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.declare import Task
 from anycore.contract.desk import Desk
 from anycore.contract.sampling import report
+from anycore.engine import alternatives
+from anycore.engine.alternatives import Asking, asking
+from anycore.engine.beams import Branch
 from anycore.engine.building import BatchBuilder
 from anycore.engine.request import Request, TokenLogprob
 from anycore.engine.sampler import Sampler
@@ -50,16 +53,20 @@ class Wanted:
     sampled: list[Request] = field(default_factory=list)  # one row each
     prompt: list[tuple[Request, int, int]] = field(default_factory=list)  # prompt scores: request, position, rows
     pooled: list[Request] = field(default_factory=list)
+    asking: Asking = field(default_factory=Asking)  # of those sampled
     only_sampled: bool = False  # every request of the step has a token sampled
 
 
 @dataclass
 class Launched:
-    """A step under way. `arrive` waits for its samples' tensors, then the pooled values, on the host."""
+    """A step under way. `arrive` waits for tensors on the host: `further` ones of `alternatives`, those of the samples,
+    and the pooled values.
+    """
 
     step: Step
     wanted: Wanted
     output: StepOutput
+    further: int
     arrive: Download
 
 
@@ -71,6 +78,7 @@ class Results:
     tokens: list[int] = field(default_factory=list)
     finite: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None for those that did not ask
+    branches: dict[Request, list[Branch]] = field(default_factory=dict)  # of steps of beam searches
     prompt: list[tuple[Request, int, list[TokenLogprob]]] = field(default_factory=list)  # from the row at a position on
     pooled: list[tuple[Request, Vector, bool]] = field(default_factory=list)  # vector or labels' logits, all finite
 
@@ -109,6 +117,9 @@ class Runner:
         output = self._step(batch, sampling)
         self.padding += batch.padding
         leaving: list[Tensor] = []
+        if wanted.asking:  # before what is sampled is counted
+            leaving = alternatives.compute(self.model.logits, self.sampler, wanted.sampled, output.rows, wanted.asking)
+        further = len(leaving)
         if output.samples is not None:
             self.sampler.observe(wanted.sampled, output.samples)
             together = output.samples.together
@@ -118,12 +129,13 @@ class Runner:
         batch.plan = None  # a plan knows its batch: the circle would keep masks and workspaces until it is looked for
         self._before = wanted
         self.builder.remember(wanted.sampled, output.samples)
-        return Launched(step, wanted, output, self.backend.memory.download(leaving))
+        return Launched(step, wanted, output, further, self.backend.memory.download(leaving))
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> Results:
         """Wait for a step and return its results."""
         arrived, wanted = launched.arrive(), launched.wanted
+        further, arrived = iter(arrived[: launched.further]), arrived[launched.further :]
         results = Results()
         if wanted.sampled:
             if launched.output.samples is not None and launched.output.samples.together is not None:
@@ -131,7 +143,9 @@ class Runner:
             samples = Samples(*arrived[: len(arrived) - bool(wanted.pooled)])
             results.sampled = wanted.sampled
             results.tokens, results.finite = samples.ids.tolist(), samples.finite.tolist()
-            results.logprobs = _logprobs(wanted.sampled, samples)
+            named = alternatives.named(further, wanted.sampled, wanted.asking)
+            results.logprobs = _logprobs(wanted.sampled, samples, named)
+            results.branches = alternatives.branched(further, wanted.sampled, wanted.asking, results.logprobs)
         if wanted.prompt:
             results.prompt = self._prompt_scores(launched)
         if wanted.pooled:
@@ -171,6 +185,7 @@ class Runner:
                     wanted.prompt.append((request, entry.start, scored))
             at = end
         wanted.rows = rows + further
+        wanted.asking = asking(wanted.sampled)
         wanted.only_sampled = len(wanted.rows) == len(wanted.sampled) == len(step.decodes) + len(step.chunks)
         return wanted
 
@@ -226,8 +241,10 @@ def _tensors(samples: Samples) -> list[Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def _logprobs(requests: list[Request], samples: Samples) -> list[TokenLogprob | None]:
-    """One a request; None for those that did not ask."""
+def _logprobs(
+    requests: list[Request], samples: Samples, named: dict[int, list[tuple[int, float]]]
+) -> list[TokenLogprob | None]:
+    """One a request; None for those that did not ask. `named` has what rows asked for instead of the most likely."""
     if samples.logprobs is None or samples.ranks is None:
         return [None] * len(requests)
     tops = _tops(samples.top_ids, samples.top_logprobs, len(requests))
@@ -236,6 +253,11 @@ def _logprobs(requests: list[Request], samples: Samples) -> list[TokenLogprob | 
     for request, token, logprob, rank, top in rows:
         asked = request.new.sampling.logprobs if request.new.sampling is not None else None
         found.append(None if asked is None else TokenLogprob(token, logprob, rank, top[:asked]))
+    for row, pairs in named.items():
+        own = found[row]
+        assert own is not None
+        others = [pair for pair in pairs if pair[0] != own.token_id]
+        found[row] = TokenLogprob(own.token_id, own.logprob, own.rank, [(own.token_id, own.logprob), *others])
     return found
 
 

@@ -193,6 +193,18 @@ class Sampler:
             logprobs=max(wanted) if wanted else None,
         )
 
+    def edits(self, requests: list[Request]) -> Sampling:
+        """Penalties, biases and bans alone, for some of the requests of the step that `prepare` was called for."""
+        params = [_params(request) for request in requests]
+        none = torch.zeros(0, device=self.device)
+        return Sampling(
+            temperature=none,
+            uniforms=none,
+            penalties=self._penalties(requests, params),
+            bias=self._bias(params),
+            banned=self._banned(requests, params),
+        )
+
     def _masked(self, requests: list[Request]) -> tuple[Tensor, Tensor] | None:
         """Begin to fill the masks of rows that keep to a grammar; `settle` waits for them."""
         rows = [row for row, request in enumerate(requests) if request.grammar is not None]

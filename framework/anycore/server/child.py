@@ -220,7 +220,9 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
     from anycore import plugins  # heavy imports start here, once the parent is watched
     from anycore.engine.grammar import Grammars
     from anycore.engine.launch import build, prepare
+    from anycore.engine.searches import Texts
     from anycore.text.grammar import vocabulary_of
+    from anycore.text.tokenizer import Tokenizer
 
     prepared = prepare(boot.config, plugins.load(), strict=boot.strict, progress=progress)
     source = prepared.source
@@ -229,6 +231,7 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
     def build_engine(progress: Progress) -> tuple[Engine, dict[str, Any]]:
         engine = build(prepared, progress, boot.at_least)
         engine.grammars = Grammars(lambda: vocabulary_of(source, prepared.spec))
+        engine.texts = Texts(lambda: Tokenizer.from_source(source))
         return engine, engine.card
 
     return planned, build_engine
