@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from anycore.server.state import ServedModel
 
 MAX_TOOLS = 128
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -70,7 +71,7 @@ def _tool(tool: dict[str, Any], path: str) -> Tool:
         raise BadRequest(
             f"{path}.function.name must be 1 to 64 letters, digits, _, - or ., not {_short(name)}", param=path
         )
-    parameters = function.get("parameters") or {}
+    parameters = function.get("parameters") or NO_PARAMETERS
     if not isinstance(parameters, dict):
         raise BadRequest(f"{path}.function.parameters must be a JSON schema", param=path)
     strict = function.get("strict") or False

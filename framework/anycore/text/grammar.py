@@ -99,7 +99,7 @@ def checked(grammar: str, param: str) -> str:
     return grammar
 
 
-def composed(top: str, answer: str | None = None) -> str:
+def composed(top: str, answer: str | None = None, param: str = "structured_outputs") -> str:
     """A grammar in Lark's form in which `@answer` stands for another grammar, as the functions here return it.
 
     Raises:
@@ -109,7 +109,7 @@ def composed(top: str, answer: str | None = None) -> str:
     if answer is not None:
         own = json.loads(answer)["grammars"] if answer.startswith("{") else [{"lark_grammar": answer}]
         grammars += [own[0] | {"name": "answer"}, *own[1:]]
-    return checked(json.dumps({"grammars": grammars}), "structured_outputs")
+    return checked(json.dumps({"grammars": grammars}), param)
 
 
 def speller(tokenizer: Tokenizer) -> Callable[[str], str]:

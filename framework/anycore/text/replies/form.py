@@ -126,7 +126,7 @@ class Formats:
             rules.append(ANY)
             body = self._free()
         top = [f"start: {lead} {body}".rstrip(), *dict.fromkeys(rules)]
-        return composed("\n".join(top), wanted.answer)
+        return composed("\n".join(top), wanted.answer, "tools" if tools else "structured_outputs")
 
     def _lead(self, budget: int | None, prompt: str, inside: bool, rules: list[str]) -> str:
         """Rules for the reasoning before anything else, and the term that stands for it."""
@@ -161,7 +161,7 @@ class Formats:
             raise no_tools()
         spell = speller(self._tokenizer)
         # Where the model is free to call or not, only strict tools are held to their schema.
-        tools = [t if wanted.forced or t.strict else replace(t, parameters={}) for t in wanted.tools]
+        tools = [t if wanted.forced or t.strict else replace(t, parameters={"type": "object"}) for t in wanted.tools]
         rules.append(form.grammar(tools, spell, wanted.parallel))
         opening = spell(form.opening) if form.opening else ""
         calls = f"{opening} calls"

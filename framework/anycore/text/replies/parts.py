@@ -47,7 +47,7 @@ class Tool:
     """A function that the model may call."""
 
     name: str
-    parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of its arguments; {}: any object
+    parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema of its arguments, which are an object
     strict: bool = False  # hold the arguments to the schema even where the model is free to call or not
 
 
