@@ -16,6 +16,7 @@ from anycore.text.replies.scan import NAME, Steps
 from anycore.text.replies.values import as_json, properties, types
 
 START, END = "<|python_start|>", "<|python_end|>"
+_SPACE = re.compile(r"\s+")
 _KEY = re.compile(r"\w+")
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|[0-7]{1,3}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "/": "/",
@@ -113,14 +114,17 @@ class _Reader(LiteralPass):
             if (yield from self.literal(",")):
                 continue
             word = yield from self.run(_KEY)
-            yield from self.space()
+            gap = yield from self.run(_SPACE)
             value: str | None
             if word and (yield from self.literal("=")):
                 key, value = word, (yield from self.value(properties(root).get(word), root))
             elif not keys:
                 return False
             elif word:
-                key, value = keys[0], as_json(word + (yield from self.run(BARE)), properties(root).get(keys[0]), root)
+                key, value = (
+                    keys[0],
+                    as_json((word + gap + (yield from self.run(BARE))).strip(), properties(root).get(keys[0]), root),
+                )
             else:
                 key, value = keys[0], (yield from self.value(properties(root).get(keys[0]), root))
             if value is None:

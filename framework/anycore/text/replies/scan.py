@@ -116,8 +116,10 @@ class Pass(Reader):
         """Read the block that a mark began, and return whether it is one. If not, the mark was text and is said."""
         self.held = self.at
         found = (yield from block) or self.held is None
-        if self.held is not None and not found:
-            self.at = self.held
+        if found:
+            self._gap = ""
+        else:
+            self.at = self.held or 0
             self.say(mark)
         self.held = None
         return found
