@@ -53,13 +53,13 @@ KIT = {
 }
 KIT_ALLOWED = {CONTRACT, ENGINE, MODELS, *COMMON, *LOADING}
 FOR_TYPES = {  # further imports that only a type checker sees
-    "plugins": {"engine.request", "models.spec"},
+    "plugins": {"engine.request", "models.spec", "text.replies.parts"},
     "choose": {"plugins"},
     "capabilities": {"plugins"},
-    "hookspecs": {CONTRACT, "engine.request", "models.spec"},
+    "hookspecs": {CONTRACT, "engine.request", "models.spec", "text.replies.parts"},
     "__init__": {LLM, "engine.request", "hookspecs"},
 }
-FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec"}  # what a backend or plugin may import
+FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec", "text.replies"}  # what a backend or plugin may import
 
 # Modules that must answer without torch, directly and through what they import at their top level.
 LIGHT = ("contract.declare", "contract.host", "config", "errors", "guard", "choose", "plugins", "capabilities",

@@ -105,6 +105,13 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
 
 
+def test_models_say_what_their_replies_may_be(api: httpx.Client) -> None:
+    listed = {entry["id"]: entry for entry in ok(api.get("/v1/models"))["data"]}
+    keys = ("structured_outputs", "tool_parser", "reasoning_parser")
+    assert [listed["calls"][key] for key in keys] == [True, "hermes", None]
+    assert [listed["thinks"][key] for key in keys] == [True, "hermes", "think"]
+
+
 # --- held to a grammar -------------------------------------------------------------------------------------------
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, cast
 
 from anycore.server.generation import Chunk, Generation
 from anycore.server.logprobs import LogprobFormat
 from anycore.server.protocol_replies import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -22,29 +22,12 @@ from anycore.server.protocol_replies import (
 )
 from anycore.server.sse import DONE, event
 from anycore.text.replies.form import Form
-from anycore.text.replies.parts import Called, Part, Reader, Said, Thought
+from anycore.text.replies.message import Reply, read
+from anycore.text.replies.parts import Part, Said, Thought
 
 if TYPE_CHECKING:
     from anycore.server.protocol_generate import ChatBody
     from anycore.server.state import ServedModel
-
-
-@dataclass(slots=True)
-class Choice:
-    """One choice while it is read: what its text meant so far, and the names of its calls."""
-
-    reader: Reader
-    calls: dict[int, str] = field(default_factory=dict)  # index → id
-
-    def read(self, chunk: Chunk) -> list[Part]:
-        """Return the parts that a chunk completes; those of the last one close the reply."""
-        return self.reader.end() if chunk.finish is not None else self.reader.feed(chunk.text)
-
-    def finish(self, chunk: Chunk) -> ChatFinish:
-        """Why the choice ended, in this API's words. One without an end was cut off."""
-        if chunk.finish == "stop" and self.calls:
-            return "tool_calls"
-        return chunk.finish or "abort"
 
 
 class ChatReply:
@@ -78,7 +61,8 @@ class ChatReply:
 
     async def events(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[bytes]:
         """Role first, content next, the finish reason alone in a choice's last chunk, then usage if asked for."""
-        choices = [Choice(self._form.reader()) for _ in range(self._generation.count)]
+        readers = [self._form.reader() for _ in range(self._generation.count)]
+        replies = [Reply() for _ in readers]
         for i in range(self._generation.count):
             opening: ChatDelta = {"role": "assistant", "content": self._echo}
             chunk = self._chunk([_part(i, opening)])
@@ -86,28 +70,30 @@ class ChatReply:
                 self._add_prompt(chunk)
             yield event(chunk)
         async for piece in chunks:
-            choice = choices[piece.choice]
-            deltas = [delta for delta in map(lambda part, c=choice: self._delta(c, part), choice.read(piece)) if delta]
+            reader, reply = readers[piece.choice], replies[piece.choice]
+            parts = reader.feed(piece.text) if piece.finish is None else reader.end()
+            deltas = [delta for delta in (self._delta(reply, part) for part in parts) if delta is not None]
             if piece.finish is None and not deltas and (self._body.logprobs or self._body.return_token_ids):
                 deltas.append({"content": ""})
             for i, delta in enumerate(deltas):
-                part = _part(piece.choice, delta)
+                written = _part(piece.choice, delta)
                 if i == 0 and piece.finish is None:  # the tokens are those of all parts of the piece
-                    part["logprobs"] = self._logprobs(piece)
+                    written["logprobs"] = self._logprobs(piece)
                     if self._body.return_token_ids:
-                        part["token_ids"] = piece.token_ids
-                yield event(self._chunk([part]))
+                        written["token_ids"] = piece.token_ids
+                yield event(self._chunk([written]))
             if piece.finish is not None:
                 end = _part(piece.choice, {})
-                end["finish_reason"], end["stop_reason"] = choice.finish(piece), piece.stop_reason
+                end["finish_reason"], end["stop_reason"] = finish_of(piece, reply), piece.stop_reason
                 yield event(self._chunk([end]))
         options = self._body.stream_options
         if options is not None and options.include_usage:
             yield event({**self._chunk([]), "usage": self._generation.usage()})
         yield DONE
 
-    def _delta(self, choice: Choice, part: Part) -> ChatDelta | None:
+    def _delta(self, reply: Reply, part: Part) -> ChatDelta | None:
         """Write one part; None where the request does not want to see it."""
+        begun = reply.add(part, self._form)
         if isinstance(part, Said):
             return {"content": part.text}
         if isinstance(part, Thought):
@@ -115,59 +101,31 @@ class ChatReply:
                 return None
             return {"reasoning": part.text, "reasoning_content": part.text}
         call: ToolCall = {"index": part.index, "function": {"arguments": part.arguments}}
-        if part.name is not None:
-            choice.calls[part.index] = self._new_id()
-            call["id"], call["type"] = choice.calls[part.index], "function"
-            call["function"] = {"name": part.name, "arguments": part.arguments}
+        if begun is not None:
+            function: CalledFunction = {"name": begun.name, "arguments": part.arguments}
+            call = {"index": part.index, "id": begun.id, "type": "function", "function": function}
         return {"tool_calls": [call]}
 
     def _choice(self, chunk: Chunk) -> ChatChoice:
-        choice = Choice(self._form.reader())
-        message = self._message(choice, [*choice.reader.feed(chunk.text), *choice.reader.end()])
+        reply = read(self._form, chunk.text)
         written: ChatChoice = {
             "index": chunk.choice,
-            "message": message,
+            "message": self._message(reply),
             "logprobs": self._logprobs(chunk),
-            "finish_reason": choice.finish(chunk),
+            "finish_reason": finish_of(chunk, reply),
             "stop_reason": chunk.stop_reason,
         }
         if self._body.return_token_ids:
             written["token_ids"] = chunk.token_ids
         return written
 
-    def _message(self, choice: Choice, parts: Iterable[Part]) -> ChatMessage:
-        said: list[str] = []
-        thoughts: list[str] = []
-        calls: dict[int, ToolCall] = {}
-        for part in parts:
-            if isinstance(part, Said):
-                said.append(part.text)
-            elif isinstance(part, Thought):
-                thoughts.append(part.text)
-            else:
-                self._add(calls, choice, part)
-        content = self._echo + "".join(said)
-        message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
-        if calls:
-            message["content"] = content or None
-            message["tool_calls"] = list(calls.values())
-        if thoughts and self._body.include_reasoning:
-            message["reasoning"] = message["reasoning_content"] = "".join(thoughts)
-        return message
-
-    def _add(self, calls: dict[int, ToolCall], choice: Choice, part: Called) -> None:
-        if part.name is not None:
-            choice.calls[part.index] = self._new_id()
-            calls[part.index] = {
-                "id": choice.calls[part.index],
-                "type": "function",
-                "function": {"name": part.name, "arguments": ""},
-            }
-        calls[part.index]["function"]["arguments"] += part.arguments
-
-    def _new_id(self) -> str:
-        assert self._form.formats.tools is not None
-        return self._form.formats.tools.call_id()
+    def _message(self, reply: Reply) -> ChatMessage:
+        reply.content = self._echo + reply.content
+        message = {"refusal": None, **reply.message()}
+        reasoning = message.pop("reasoning", "")
+        if reasoning and self._body.include_reasoning:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        return cast(ChatMessage, message)
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         chunk: ChatChunk = {
@@ -196,3 +154,8 @@ class ChatReply:
 
 def _part(index: int, delta: ChatDelta) -> ChatChunkChoice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def finish_of(chunk: Chunk, reply: Reply) -> ChatFinish:
+    """Why a choice ended, in this API's words. One without an end was cut off."""
+    return "tool_calls" if chunk.finish == "stop" and reply.calls else chunk.finish or "abort"

@@ -85,4 +85,5 @@ def _entry(state: ServerState, model: ServedModel, name: str) -> dict[str, Any]:
     card = {**base, **model.card, "id": name, "root": model.names[0], **status_of(model)}
     if model.reading is not None and model.task is Task.GENERATE:
         card["sampling_defaults"] = model.sampling_defaults.values  # where they differ from the OpenAI API's
+        card |= model.formats.described
     return card

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anycore.errors import BadRequest, Unsupported
 from anycore.text.grammar import composed, mark_tokens, speller
@@ -48,7 +48,6 @@ class Form:
     formats: Formats
     tools: tuple[Tool, ...]
     inside: bool  # the prompt ends within reasoning
-    plain: bool  # nothing to be read: all of it is said
 
     def reader(self) -> Reader:
         """Return a reader for one choice."""
@@ -88,6 +87,15 @@ class Formats:
         self.reasoning = choose([*ways, *REASONING], template, reasoning_parser, "reasoning_parser")
         self._tokenizer = tokenizer
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """What the model's replies may be, beside text."""
+        return {
+            "structured_outputs": self._tokenizer.streams and self._tokenizer.eos_id is not None,
+            "tool_parser": None if self.tools is None else self.tools.name,
+            "reasoning_parser": None if self.reasoning is None else self.reasoning.name,
+        }
+
     def form(self, wanted: Wanted, prompt: str) -> Form:
         """Return the form of a reply to a prompt.
 
@@ -96,14 +104,8 @@ class Formats:
             BadRequest: a schema cannot be held to.
         """
         inside = self.reasoning is not None and thinking(self.reasoning, prompt)
-        return Form(
-            self._grammar(wanted, prompt, inside),
-            self._kept(bool(wanted.tools)),
-            self,
-            wanted.tools,
-            inside,
-            plain=self.reasoning is None and not wanted.tools,
-        )
+        kept = self._kept(bool(wanted.tools))
+        return Form(self._grammar(wanted, prompt, inside), kept, self, wanted.tools, inside)
 
     def _kept(self, tools: bool) -> frozenset[int]:
         marks = list(self.tools.marks) if tools and self.tools is not None else []

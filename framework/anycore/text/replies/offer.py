@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anycore.errors import BadRequest, Unsupported
-from anycore.text.replies.form import no_tools
+from anycore.text.replies.form import Formats, no_tools
 from anycore.text.replies.parts import Tool
-
-if TYPE_CHECKING:
-    from anycore.server.protocol_generate import ChatBody
-    from anycore.server.state import ServedModel
 
 MAX_TOOLS = 128
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -29,38 +26,43 @@ class Offered:
     forced: bool = False  # the reply has to be a call
 
 
-def offered(body: ChatBody, model: ServedModel) -> Offered:
+def offered(given: Sequence[dict[str, Any]] | None, choice: str | dict[str, Any] | None, formats: Formats) -> Offered:
     """Return what a request offers to its model.
+
+    Args:
+        given: `tools` of the OpenAI API.
+        choice: its `tool_choice`.
 
     Raises:
         BadRequest: a tool is malformed, or the choice does not go with the tools.
         Unsupported: the model has no known way of calling tools.
     """
-    choice = body.tool_choice
-    if not body.tools:
+    if not given:
         if choice not in (None, "none", "auto"):
             raise BadRequest(f"tool_choice {_short(choice)} needs tools", param="tool_choice")
         return Offered()
-    if len(body.tools) > MAX_TOOLS:
-        raise BadRequest(f"tools takes at most {MAX_TOOLS} entries, {len(body.tools)} given", param="tools")
-    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools))
+    if len(given) > MAX_TOOLS:
+        raise BadRequest(f"tools takes at most {MAX_TOOLS} entries, {len(given)} given", param="tools")
+    tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(given))
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise BadRequest(f"tools: the name {twice!r} is there twice", param="tools")
     if choice == "none":
         return Offered()
-    if model.formats.tools is None:
+    if formats.tools is None:
         raise no_tools()
     if choice in (None, "auto"):
-        return Offered(tools, body.tools)
+        return Offered(tools, list(given))
     if choice == "required":
-        return Offered(tools, body.tools, forced=True)
+        return Offered(tools, list(given), forced=True)
     allowed, forced = _chosen(choice, names)
-    return Offered(tuple(tool for tool in tools if tool.name in allowed), body.tools, forced)
+    return Offered(tuple(tool for tool in tools if tool.name in allowed), list(given), forced)
 
 
-def _tool(tool: dict[str, Any], path: str) -> Tool:
+def _tool(tool: Any, path: str) -> Tool:
+    if not isinstance(tool, dict):
+        raise BadRequest(f"{path} must be an object", param=path)
     if tool.get("type", "function") != "function":
         raise Unsupported(f"{path}.type must be function, not {_short(tool['type'])}", param=path)
     function = tool.get("function")
