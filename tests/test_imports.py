@@ -26,8 +26,10 @@ COMMON = {"errors", "config", "__init__"}
 LOADING = {"plugins", "choose", "guard", "capabilities", "evidence"}
 ALLOWED = {
     CLI: {SIMULATE, BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
-    SERVER: {TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
-    LLM: {TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
+    SERVER: {"toolbox", TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
+    LLM: {"chats", "toolbox", TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
+    "chats": {"toolbox", TEXT, "engine.request", "errors"},
+    "toolbox": {"text.replies", "errors"},
     ENGINE: {MODELS, CONTRACT, *COMMON, *LOADING},
     MODELS: {CONTRACT, *COMMON},
     CONTRACT: {"errors"},
@@ -57,7 +59,7 @@ FOR_TYPES = {  # further imports that only a type checker sees
     "choose": {"plugins"},
     "capabilities": {"plugins"},
     "hookspecs": {CONTRACT, "engine.request", "models.spec", "text.replies.parts"},
-    "__init__": {LLM, "engine.request", "hookspecs"},
+    "__init__": {LLM, "toolbox", "engine.request", "hookspecs"},
 }
 FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec", "text.replies"}  # what a backend or plugin may import
 

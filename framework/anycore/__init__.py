@@ -11,15 +11,18 @@ if TYPE_CHECKING:
     from anycore.engine.request import PoolingParams, SamplingParams
     from anycore.hookspecs import hookimpl
     from anycore.llm import LLM
+    from anycore.toolbox import FunctionTool, ToolConfig
 
 _HOMES = {
+    "FunctionTool": "anycore.toolbox",
     "LLM": "anycore.llm",
     "PoolingParams": "anycore.engine.request",
     "SamplingParams": "anycore.engine.request",
+    "ToolConfig": "anycore.toolbox",
     "hookimpl": "anycore.hookspecs",
 }
 
-__all__ = ["LLM", "PoolingParams", "SamplingParams", "__version__", "hookimpl"]
+__all__ = ["LLM", "FunctionTool", "PoolingParams", "SamplingParams", "ToolConfig", "__version__", "hookimpl"]
 
 
 def __getattr__(name: str) -> Any:

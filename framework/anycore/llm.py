@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -12,18 +11,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anycore import plugins
+from anycore.chats import Chats, GenerateOutput, ToolLike
 from anycore.config import ModelConfig
 from anycore.contract.declare import Task
 from anycore.engine.defaults import sampling_defaults
 from anycore.engine.grammar import Grammars
-from anycore.engine.launch import build, prepare
-from anycore.engine.request import Beams, Delta, FinishReason, NewRequest, PoolingParams, SamplingParams, TokenLogprob
+from anycore.engine.launch import prepare
+from anycore.engine.request import Beams, Delta, FinishReason, NewRequest, PoolingParams, SamplingParams
 from anycore.engine.searches import Texts
 from anycore.errors import AnycoreError, BadRequest, TaskNotSupported
 from anycore.models.source import Progress
+from anycore.ranks.leader import open_model
 from anycore.text.detokenizer import Detokenizer
 from anycore.text.grammar import vocabulary_of
 from anycore.text.render import Rendered, Renderer
+from anycore.text.replies.form import Formats
+from anycore.toolbox import ToolConfig
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -31,22 +34,6 @@ Vector = NDArray[np.float32]
 
 AT_ONCE = 512
 """Requests that are handed to the engine between two steps, so that it begins before all of them are tokenised."""
-
-
-@dataclass(slots=True)
-class GenerateOutput:
-    """One generated sequence. With `n` above 1, `others` holds the further ones."""
-
-    prompt_token_ids: list[int]
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    cached_tokens: int = 0
-    score: float | None = None  # of a beam search
-    others: list[GenerateOutput] = field(default_factory=list)
 
 
 class LLM:
@@ -67,14 +54,17 @@ class LLM:
         if unknown:
             raise TypeError(f"LLM has no settings {', '.join(sorted(unknown))}; see anycore.config.ModelConfig")
         config = ModelConfig(model=model, task=task, **settings)
-        prepared = prepare(config, plugins.load(), progress=progress)
+        found = plugins.load()
+        prepared = prepare(config, found, progress=progress)
         self.task = prepared.task
         self.spec = prepared.spec
-        self.engine = build(prepared, progress)
+        self.engine = open_model(prepared, progress)
         self.engine.grammars = Grammars(lambda: vocabulary_of(prepared.source, prepared.spec))
         longest = self.engine.limits.max_model_len
         self.renderer = Renderer(prepared.source, prepared.spec, longest, config.chat_template)
         self.engine.texts = Texts(lambda: self.renderer.tokenizer)
+        tokenizer, templates = self.renderer.tokenizer, self.renderer.templates
+        self.formats = Formats(tokenizer, templates, config.tool_parser, config.reasoning_parser, found.formats)
         file = prepared.source.read_json("generation_config.json")
         self._defaults = sampling_defaults(file, config.override_generation_config, config.generation_config)
         self._names = itertools.count()
@@ -119,13 +109,25 @@ class LLM:
         self,
         messages: list[Message] | list[list[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[ToolLike] = (),
+        tool_choice: str | dict[str, Any] | None = None,
+        tool_config: ToolConfig = ToolConfig(),  # noqa: B008
         **options: Any,
     ) -> list[GenerateOutput]:
-        """Answer one conversation or several; `options` are `Renderer.chat`'s."""
+        """Answer one conversation or several. What a text means is in its `reply`.
+
+        Args:
+            tools: what the model may call: functions, which are run until it answers without calling any; or entries
+                of the OpenAI API's `tools`, whose calls stand in the reply.
+            tool_choice: as in the OpenAI API; of functions, for the first turn.
+            tool_config: limits on running functions.
+            options: `Renderer.chat`'s.
+        """
         self._need(Task.GENERATE)
-        several = [messages] if messages and isinstance(messages[0], dict) else messages
-        rendered = [self.renderer.chat(one, **options) for one in several]  # type: ignore[arg-type]
-        return self._complete(rendered, self._sampling(params, len(rendered)))
+        several: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        chats = Chats(self.renderer, self.formats, self._complete)
+        return chats.answer(several, self._sampling(params, len(several)), tools, tool_choice, tool_config, options)
 
     def stream_chat(
         self, messages: list[Message], params: SamplingParams | None = None, **options: Any
@@ -147,16 +149,20 @@ class LLM:
         finally:
             self.engine.abort(request.id)
 
-    def _complete(self, rendered: list[Rendered], sampling: list[SamplingParams]) -> list[GenerateOutput]:
+    def _complete(
+        self, rendered: list[Rendered], sampling: list[SamplingParams], kept: Sequence[frozenset[int]] = ()
+    ) -> list[GenerateOutput]:
+        """Generate, all together. `kept` are special tokens that stay in the text of each."""
         requests = [self._request(item, sampling=params) for item, params in zip(rendered, sampling, strict=True)]
         outputs: dict[str, list[GenerateOutput]] = {}
         texts: dict[str, list[Detokenizer]] = {}
-        for request in requests:
+        for i, request in enumerate(requests):
             assert request.sampling is not None
+            stays = kept[i] if kept else frozenset()
             count = request.sampling.n
             outputs[request.id] = [GenerateOutput(request.token_ids) for _ in range(count)]
             texts[request.id] = [
-                Detokenizer(self.renderer.tokenizer, request.sampling, request.token_ids) for _ in range(count)
+                Detokenizer(self.renderer.tokenizer, request.sampling, request.token_ids, stays) for _ in range(count)
             ]
         for delta in self._run(requests, len(requests)):
             output = outputs[delta.id][delta.index]
