@@ -22,14 +22,16 @@ VENDOR_EXCEPTIONS = {"contract/backend.py": {"nccl", "hccl"}}  # a doc comment: 
 # What each room may import of the core; a room may always import itself. Lone files are rooms of their own.
 CLI, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT = "cli", "server", "llm", "text", "engine", "models", "contract"
 BENCH, BATCH, SIMULATE = "bench", "batch", "simulate"
+RANKS = "ranks"
 COMMON = {"errors", "config", "__init__"}
 LOADING = {"plugins", "choose", "guard", "capabilities", "evidence"}
 ALLOWED = {
     CLI: {SIMULATE, BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
-    SERVER: {"toolbox", TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
-    LLM: {"chats", "toolbox", TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
+    SERVER: {RANKS, "toolbox", TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
+    LLM: {RANKS, "chats", "toolbox", TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     "chats": {"toolbox", TEXT, "engine.request", "errors"},
     "toolbox": {"text.replies", "errors"},
+    RANKS: {TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     ENGINE: {MODELS, CONTRACT, *COMMON, *LOADING},
     MODELS: {CONTRACT, *COMMON},
     CONTRACT: {"errors"},
@@ -61,7 +63,14 @@ FOR_TYPES = {  # further imports that only a type checker sees
     "hookspecs": {CONTRACT, "engine.request", "models.spec", "text.replies.parts"},
     "__init__": {LLM, "toolbox", "engine.request", "hookspecs"},
 }
-FOR_PLUGINS = {"contract", "errors", "hookspecs", "__init__", "models.spec", "text.replies"}  # what a backend or plugin may import
+FOR_PLUGINS = {
+    "contract",
+    "errors",
+    "hookspecs",
+    "__init__",
+    "models.spec",
+    "text.replies",
+}  # what a backend or plugin may import
 
 # Modules that must answer without torch, directly and through what they import at their top level.
 LIGHT = ("contract.declare", "contract.host", "config", "errors", "guard", "choose", "plugins", "capabilities",

@@ -22,7 +22,15 @@ CAUSAL = Support(
     weights=("float32",),
     level=Level.NATIVE,
     block_sizes=BLOCK_SIZES,
-    features=("chunked_prefill", "prefix_caching", "sliding_window", "softcap", "logprobs", "token_types"),
+    features=(
+        "chunked_prefill",
+        "prefix_caching",
+        "sliding_window",
+        "softcap",
+        "logprobs",
+        "token_types",
+        "tensor_parallel",
+    ),
 )
 BIDIRECTIONAL = Support(
     tasks=(Task.EMBED, Task.RERANK),
@@ -30,7 +38,7 @@ BIDIRECTIONAL = Support(
     weights=("float32",),
     level=Level.NATIVE,
     block_sizes=BLOCK_SIZES,
-    features=("sliding_window", "softcap", "token_types"),
+    features=("sliding_window", "softcap", "token_types", "tensor_parallel"),
 )
 SLOW_BF16 = "this processor has no bfloat16 instructions: right, but slower than float32"
 PLAIN = "without kernels of our own plain torch computes, right but slower: anycore doctor says why there are none"
@@ -81,6 +89,7 @@ SPEC = BackendSpec(
     evidence=Path(__file__).parent / "evidence",
     copied_dtypes=("float32", "bfloat16"),
     tables=True,
+    shared_device=True,
     workspace=workspace,
     graphs=recorded,
     memory_utilization=0.5,  # the rest of the machine's memory is not ours alone

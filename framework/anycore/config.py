@@ -68,6 +68,9 @@ class ModelConfig:
     devices: tuple[int, ...] = setting(
         (), "indices of the devices that replicas run on, in turn (default: --device for all)"
     )
+    tensor_parallel_size: int = setting(
+        1, "ranks that divide the model's matrices, each a process with a device of its own, from --device on"
+    )
     dtype: str = setting("auto", "weight and activation type", choices=("auto", *DTYPES))
     quantization: str = setting(
         "auto",
@@ -162,6 +165,7 @@ class ModelConfig:
             "kv_cache_memory",
             "threads",
             "replicas",
+            "tensor_parallel_size",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

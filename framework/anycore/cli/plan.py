@@ -28,6 +28,7 @@ from anycore.plugins import Plugins
 FLAGS = (
     "task", "backend", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "memory_utilization", "kv_cache_memory", "pooling", "revision", "quantization", "kv_cache_dtype",
+    "tensor_parallel_size",
 )  # fmt: skip
 """Settings of a model that matter to its memory."""
 
@@ -48,7 +49,8 @@ def add_arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     everywhere = plugins.load()
     configs = settings(options)
-    found = planning.on_device(everywhere, configs[0].backend, options.on, options.device_memory)
+    ranks = max(config.tensor_parallel_size for config in configs)
+    found = planning.on_device(everywhere, configs[0].backend, options.on, options.device_memory, ranks)
     asked = [planning.read(config, found, options.concurrency) for config in configs]
     try:
         if len(asked) > 1:
@@ -111,6 +113,7 @@ def whom(made: Prepared) -> dict[str, Any]:
         "task": made.task.value,
         "backend": made.choice.spec.name,
         "level": made.choice.support.level.value,
+        "ranks": made.config.tensor_parallel_size,
         "device": {"name": device.name, "chip": device.chip, "memory": device.memory},
         "dtype": made.wish.dtype,
         "kv_cache_dtype": (made.wish.kv_cache or made.wish.dtype) if made.wish.paged else None,
@@ -135,8 +138,9 @@ def text(report: dict[str, Any]) -> list[str]:
         lines += ["what would:"] if report["advice"] else ["no single setting would change that"]
         return [*lines, *(f"  {one['text']:32} {size(one['used'])} used" for one in report["advice"])]
     device, limits = report["device"], report["limits"]
+    each = f", each of {report['ranks']} ranks" if report["ranks"] > 1 else ""
     lines = [
-        f"{report['model']}: {report['architecture']}, {report['task']} in {report['dtype']} on {device['name']} "
+        f"{report['model']}: {report['architecture']}, {report['task']} in {report['dtype']} on {device['name']}{each} "
         f"({report['backend']}, {report['level']}, {size(device['memory'])})",
         "",
         *columns(

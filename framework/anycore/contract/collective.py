@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from anycore.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -64,6 +66,11 @@ class Group(Collective):
         """
         import torch.distributed as dist
 
+        if dist.is_initialized():
+            raise ConfigError(
+                "this process belongs to a group of torch.distributed already: one model of several ranks at a time",
+                param="tensor_parallel_size",
+            )
         self.rank, self.size = rank, size
         self.device = device
         self._dist = dist

@@ -37,6 +37,7 @@ class StepShape:
     reference: bool = False  # the row of the table that was chosen is a reference row
     quantised: bool = False  # some matrices are
     rounded: bool = False  # the KV cache is
+    ranks: int = 1  # that have this model's logits in parts
 
 
 def activation_bytes(shape: StepShape, rows: int | None = None) -> int:
@@ -56,9 +57,10 @@ def activation_bytes(shape: StepShape, rows: int | None = None) -> int:
 
 def logits_bytes(shape: StepShape) -> int:
     """One row of logits a sequence in float32 and in the head's own type, a copy for log-probabilities, what
-    penalties count of each, and the temporaries of sampling.
+    penalties count of each, and the temporaries of sampling. Ranks put logits together from parts, in two copies.
     """
     own = shape.element if shape.element < 4 else 0
+    own += 8 if shape.ranks > 1 else 0
     return shape.vocab * ((12 + own) * shape.seqs + SAMPLING_BYTES * min(shape.seqs, SAMPLED_ROWS))
 
 

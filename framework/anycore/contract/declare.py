@@ -24,7 +24,7 @@ CONTRACT_VERSION = (1, 1)
 1.0 is the first. 1.1 added `Backend.load_model`, for backends that run whole models; quantised weights in `Ops.pack`
 and the `schemes` and `tables` that say what becomes of them; rounded KV caches (`kv_caches`, `KVSpec.rounded`);
 `Memory.held`, and what plans and evidence need of a `BackendSpec`: `known`, `runtime`, `workspace`, `graphs` and
-`evidence`.
+`evidence`; `Backend.join` and the feature "tensor_parallel".
 """
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,6 +37,7 @@ FEATURES = {
     "softcap": "attention scores bounded by cap * tanh(score / cap)",
     "logprobs": "log-probabilities of sampled, alternative and prompt tokens",
     "token_types": "segment ids of BERT-like encoders",
+    "tensor_parallel": "a model's matrices are divided among several processes, each with a device of its own",
 }
 """Words that `Support.features` and `Need.features` may use, with their meaning."""
 
@@ -135,6 +136,7 @@ class BackendSpec:
     runtime: int = 0  # bytes that an open device takes before anything is loaded: its context, its libraries
     workspace: Callable[[StepShape], int] = reference_workspace  # bytes its operations take beside their results
     graphs: Callable[[StepShape], int] | None = None  # bytes of captured steps; None: it captures none
+    shared_device: bool = False  # the ranks of a model may all run on one device: a host's processor
     distribution: str = ""  # filled in by the plugin manager: "name version" it came from
 
 

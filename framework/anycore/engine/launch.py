@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -25,8 +25,10 @@ from anycore.engine.leases import Lease
 from anycore.engine.measure import Meter, report
 from anycore.engine.memory import MemoryPlan, Room, Wish, kv_of, plan
 from anycore.engine.settle import Decision, settle, wish_of
+from anycore.engine.sharing import Rank, agree, place, sharing
 from anycore.engine.tasks import cannot, is_paged, rounded_cache
 from anycore.errors import ConfigError, DoesNotFit, PluginError, TaskNotSupported, Unsupported
+from anycore.models.parallel import check_formats, shard
 from anycore.models.quantization import ONLINE, schemes
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
@@ -38,7 +40,11 @@ if TYPE_CHECKING:
     from anycore.engine.engine import Engine
     from anycore.engine.runner import Model
 
+    Join = Callable[[Backend], None]
+
 log = logging.getLogger(__name__)
+
+ALONE = Rank()
 
 YOUNG_OBJECTS = 50_000
 """Made between two looks for cycles: steps make none, and thousands of waiting requests are no garbage."""
@@ -91,6 +97,7 @@ class Prepared:
             "dimensions": self.spec.vector_size if self.task is Task.EMBED else None,
             "matryoshka": list(pooling.matryoshka) if pooling else [],
             "prompts": [name for name, _ in pooling.prompts] if pooling else [],
+            "tensor_parallel_size": self.config.tensor_parallel_size,
             "memory": self.plan.as_dict() if self.plan else None,
             "settings": {d.name: msgspec.to_builtins(d) for d in self.decisions},
         }
@@ -103,15 +110,18 @@ def prepare(
     strict: bool = False,
     progress: Progress | None = None,
     weights: bool = True,
+    rank: Rank = ALONE,
 ) -> Prepared:
     """Find out whether and how a model can be served, from its small files. `weights=False` fetches nothing else.
+
+    Of a model that several ranks compute together, this is about the part of one of them.
 
     Raises:
         SourceError, ConfigError, Unsupported, PluginError, DoesNotFit: each says what to change.
     """
     source = find_model(config, weights, progress)
     whole = read_spec(source, plugins.architectures(), config.pooling)
-    return fit(config, plugins, source, whole, strict=strict)
+    return fit(config, plugins, source, whole, strict=strict, rank=rank)
 
 
 def find_model(config: ModelConfig, weights: bool, progress: Progress | None = None) -> Source:
@@ -125,7 +135,9 @@ def find_model(config: ModelConfig, weights: bool, progress: Progress | None = N
     return source.with_checkpoint(config.checkpoint)
 
 
-def fit(config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec, *, strict: bool = False) -> Prepared:
+def fit(
+    config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec, *, strict: bool = False, rank: Rank = ALONE
+) -> Prepared:
     """`prepare` for a model that has been read.
 
     Raises:
@@ -138,11 +150,15 @@ def fit(config: ModelConfig, plugins: Plugins, source: Source, whole: ModelSpec,
         choice = choose(plugins, needs, config.backend, config.device, config.allow_cpu_fallback)
     except Unsupported as error:
         raise _with_others(error, config, plugins, source, whole) from error
-    choice = prefer_native(choice, needs)
+    choice = place(prefer_native(choice, needs), config, rank)
+    spec = shard(spec, rank.number, config.tensor_parallel_size)
     wish = wish_of(config, spec, task, choice)
+    check_formats(spec, wish.quantization)
     prepared = Prepared(config, source, spec, task, whole.tasks, choice, wish, None, (), strict, plugins)
-    total = choice.device.memory
-    return prepared if total is None else _settled(prepared, plan(spec, wish, Room(choice.spec.name, total)))
+    if choice.device.memory is None:
+        return prepared
+    total = choice.device.memory // sharing(choice, spec)
+    return _settled(prepared, plan(spec, wish, Room(choice.spec.name, total)))
 
 
 def _with_others(
@@ -169,12 +185,18 @@ def _with_others(
 
 
 def build(
-    prepared: Prepared, progress: Progress | None = None, at_least: Mapping[str, int] = MappingProxyType({})
+    prepared: Prepared,
+    progress: Progress | None = None,
+    at_least: Mapping[str, int] = MappingProxyType({}),
+    join: Join | None = None,
+    kind: type[Engine] | None = None,
 ) -> Engine:
     """Open the device, plan with what is free on it, load, allocate and warm up.
 
     Args:
         at_least: numbers of the card that the plan must reach, such as those of the engine that this one is to follow.
+        join: makes the open backend one of the ranks that compute the model together; each calls this.
+        kind: of engine, where it is not the plain one.
 
     Raises:
         DoesNotFit: before weights are loaded.
@@ -190,22 +212,27 @@ def build(
 
     tell = progress or (lambda phase, fraction: None)
     tell("open", 0.0)
-    if prepared.config.threads:
-        torch.set_num_threads(prepared.config.threads)
+    parts = sharing(prepared.choice, prepared.spec)
+    if prepared.config.threads or parts > 1:
+        torch.set_num_threads(prepared.config.threads or max(1, torch.get_num_threads() // parts))
     backend, prepared = _open(prepared)
     spec, wish = prepared.spec, prepared.wish
+    assert (join is not None) == (spec.shard is not None), "a model of several ranks is opened by anycore.ranks"
     kv_spec = kv_of(spec, wish) if wish.paged else None
     if backend.self_check:
         self_check(backend, _shape(prepared))
+    if join is not None:
+        join(backend)
     block_bytes = backend.memory.block_bytes(kv_spec) if kv_spec else None
 
     def divide(reserved: int) -> MemoryPlan:
-        room = Room(backend.name, backend.memory.total(), max(0, backend.memory.free() - reserved))
+        free = max(0, backend.memory.free() - reserved)
+        room = Room(backend.name, backend.memory.total() // parts, free // parts)
         return plan(spec, wish, room, block_bytes)
 
     meter = Meter(backend.memory)
-    with Lease(f"{backend.name}-{prepared.choice.device.uid or prepared.choice.device.index}") as lease:
-        draft = lease.take(divide, wish.runtime, lambda why: tell(why, 0.0))
+    with Lease(lease_name(prepared, backend)) as lease:
+        draft = agree(lease.take(divide, wish.runtime, lambda why: tell(why, 0.0)), backend.ops.group)
         prepared = _settled(prepared, draft)
         _check_reached(prepared.card(), at_least)
         for decision in prepared.decisions:
@@ -218,7 +245,7 @@ def build(
         kv = backend.memory.allocate_kv(kv_spec, draft.limits.blocks) if kv_spec else None
         meter.mark("kv_cache")
         lease.keep(draft.working.total - wish.runtime)
-        engine = _engine(prepared, backend, model, kv)
+        engine = _engine(prepared, backend, model, kv, kind)
         tell("warm up", 0.0)
         with meter.working():
             warm_up(engine)
@@ -231,13 +258,24 @@ def build(
     return engine
 
 
+def lease_name(prepared: Prepared, backend: Backend) -> str:
+    """What a device's reservations go by. Of ranks that share one, only the first one's are seen by other models."""
+    device, shard = prepared.choice.device, prepared.spec.shard
+    name = f"{backend.name}-{device.uid or device.index}"
+    if shard is None or shard.rank == 0 or sharing(prepared.choice, prepared.spec) == 1:
+        return name
+    return f"{name}-rank-{shard.rank}"
+
+
 def _check_reached(card: Mapping[str, Any], at_least: Mapping[str, int]) -> None:
     short = [f"{name} {card[name]} of {number}" for name, number in at_least.items() if (card[name] or 0) < number]
     if short:
         raise DoesNotFit(f"there is memory for less than is wanted: {', '.join(short)}", param="kv_cache_memory")
 
 
-def _engine(prepared: Prepared, backend: Backend, model: Model, kv: list[Any] | None) -> Engine:
+def _engine(
+    prepared: Prepared, backend: Backend, model: Model, kv: list[Any] | None, kind: type[Engine] | None
+) -> Engine:
     """Put together what is loaded and allocated."""
     from anycore.engine.blocks import BlockPool
     from anycore.engine.engine import Engine
@@ -248,7 +286,7 @@ def _engine(prepared: Prepared, backend: Backend, model: Model, kv: list[Any] | 
     config, limits = prepared.config, prepared.plan.limits
     paged = limits.blocks > 0
     pool = BlockPool(limits.blocks, limits.block_size, config.enable_prefix_caching) if paged else None
-    return Engine(
+    return (kind or Engine)(
         Runner(model, backend, prepared.task, limits, kv),
         Scheduler(limits, pool, config.scheduling_policy, config.fair_share),
         limits,
@@ -268,7 +306,7 @@ def _open(prepared: Prepared) -> tuple[Backend, Prepared]:
     try:
         return open_backend(prepared.choice), prepared
     except PluginError as error:
-        may = config.allow_cpu_fallback or config.backend == "auto"
+        may = (config.allow_cpu_fallback or config.backend == "auto") and spec.shard is None
         if not may or prepared.choice.fell_back or prepared.choice.spec.name == "cpu":
             raise
         needs = needs_of(config, prepared.source, spec, task)
@@ -379,4 +417,6 @@ def _need(config: ModelConfig, spec: ModelSpec, task: Task, dtype: str, device: 
         features.append("chunked_prefill")
         if config.enable_prefix_caching:
             features.append("prefix_caching")
+    if config.tensor_parallel_size > 1:
+        features.append("tensor_parallel")
     return replace(need, features=tuple(features), kv_cache=rounded_cache(config, spec, task))

@@ -150,7 +150,7 @@ def weight_bytes(spec: ModelSpec, wish: Wish) -> int:
     """Bytes of the weights; a head that is tied to a dense embedding table and packed exists twice."""
     quantised = wish.quantization is not None and "embed_tokens.weight" in wish.quantization.formats
     twice = wish.head_copied and spec.tied and spec.head == "lm" and not quantised
-    copy = spec.vocab_size * spec.hidden_size * DTYPES[wish.dtype] if twice else 0
+    copy = spec.vocab_rows * spec.hidden_size * DTYPES[wish.dtype] if twice else 0
     return spec.weight_bytes(wish.dtype, wish.quantization) + copy
 
 
@@ -181,6 +181,7 @@ def step_shape(spec: ModelSpec, wish: Wish, limits: Limits) -> StepShape:
         reference=wish.reference,
         quantised=wish.quantization is not None,
         rounded=wish.kv_cache is not None,
+        ranks=spec.shard.ranks if spec.shard is not None else 1,
     )
 
 

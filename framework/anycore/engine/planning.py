@@ -87,8 +87,8 @@ def _check_concurrency(made: Prepared, plan: MemoryPlan, concurrency: int) -> No
 # --- the device --------------------------------------------------------------------------------------------------
 
 
-def on_device(plugins: Plugins, backend: str, name: str | None, memory: int | None) -> Plugins:
-    """The plugins as if the named device were the only one; as they are where none is named.
+def on_device(plugins: Plugins, backend: str, name: str | None, memory: int | None, count: int = 1) -> Plugins:
+    """The plugins as if there were `count` of the named device and no others; as they are where none is named.
 
     Raises:
         ConfigError: no device has this name, or several have it.
@@ -109,8 +109,8 @@ def on_device(plugins: Plugins, backend: str, name: str | None, memory: int | No
         problem = "may be one of" if found else "is not known; known are"
         raise ConfigError(f"--device {name} {problem}: {names}", param="device")
     spec, device = found[0]
-    device = replace(device, index=0, memory=memory or device.memory)
-    return replace(plugins, backends=(replace(spec, probe=lambda: Probe(devices=(device,))),))
+    devices = tuple(replace(device, index=i, memory=memory or device.memory) for i in range(count))
+    return replace(plugins, backends=(replace(spec, probe=lambda: Probe(devices=devices)),))
 
 
 def known(spec: BackendSpec) -> Iterator[Device]:
@@ -131,7 +131,7 @@ def formulas(made: Prepared) -> dict[str, str]:
     assert made.plan is not None
     spec, plan, limits = made.spec, made.plan, made.plan.limits
     shape = step_shape(spec, made.wish, limits)
-    own = shape.element if shape.element < 4 else 0
+    own = (shape.element if shape.element < 4 else 0) + (8 if shape.ranks > 1 else 0)
     attention = f"2 * ({spec.heads} + {spec.kv_heads}) * {spec.head_dim}"
     if shape.gated:
         width = f"4 * {spec.hidden_size} + max({attention}, 3 * {spec.intermediate_size})"
@@ -172,7 +172,7 @@ def weight_formula(spec: ModelSpec, wish: Wish) -> str:
         whole = count // 2 if kind.kind == "int4" else count
         terms.append(f"{whole} + {held[kind] - whole}")  # numbers, and their scales and zero points
     if weight_bytes(spec, wish) > spec.weight_bytes(wish.dtype, wish.quantization):
-        terms.append(f"{spec.vocab_size} * {spec.hidden_size} * {element}")  # the head, packed
+        terms.append(f"{spec.vocab_rows} * {spec.hidden_size} * {element}")  # the head, packed
     return " + ".join(terms)
 
 
@@ -338,7 +338,7 @@ def _larger_device(asked: Asked, everywhere: Plugins) -> Iterator[Advice]:
     """The smallest of the known devices that it fits on."""
     devices = [(device.memory or 0, spec, device) for spec in everywhere.backends for device in spec.known]
     for _, spec, device in sorted(devices, key=lambda entry: entry[0]):
-        other = on_device(everywhere, spec.name, device.name, None)
+        other = on_device(everywhere, spec.name, device.name, None, asked.config.tensor_parallel_size)
         try:
             made = replace(asked, plugins=other, config=replace(asked.config, backend="auto")).fit()
         except AnycoreError:

@@ -9,6 +9,7 @@ from anycore.config import ModelConfig, default_of
 from anycore.contract.declare import Level, Task
 from anycore.engine.memory import MemoryPlan, Wish
 from anycore.engine.tasks import is_paged, rounded_cache
+from anycore.models.parallel import describe
 from anycore.models.parameters import parameters
 from anycore.models.quantization import quantization as quantization_of
 from anycore.models.spec import ModelSpec
@@ -115,6 +116,8 @@ def settle(
         if config.kv_cache_dtype != "auto":
             why = f"this model keeps no KV cache: --kv-cache-dtype {config.kv_cache_dtype} has no effect"
             decisions.append(Decision("kv_cache_dtype", "none", "model", why, adjusted=True))
+    if spec.shard is not None:
+        decisions.append(Decision("tensor_parallel_size", spec.shard.ranks, "flag", describe(spec)))
     if spec.pooling is not None and task is not Task.GENERATE:
         guessed = spec.pooling.source == "default"
         why = "the model has no pooling file; set --pooling if this is not how it was trained" if guessed else ""

@@ -219,8 +219,9 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
     """Plan the real engine."""
     from anycore import plugins  # heavy imports start here, once the parent is watched
     from anycore.engine.grammar import Grammars
-    from anycore.engine.launch import build, prepare
+    from anycore.engine.launch import prepare
     from anycore.engine.searches import Texts
+    from anycore.ranks.leader import Home, open_model
     from anycore.text.grammar import vocabulary_of
     from anycore.text.tokenizer import Tokenizer
 
@@ -229,7 +230,7 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
     planned = wire.Planned(prepared.card(), source.name, str(source.folder), str(source.gguf) if source.gguf else None)
 
     def build_engine(progress: Progress) -> tuple[Engine, dict[str, Any]]:
-        engine = build(prepared, progress, boot.at_least)
+        engine = open_model(prepared, progress, boot.at_least, Home(own=True, log_level=boot.log_level))
         engine.grammars = Grammars(lambda: vocabulary_of(source, prepared.spec))
         engine.texts = Texts(lambda: Tokenizer.from_source(source))
         return engine, engine.card
