@@ -2,17 +2,21 @@
 
 No weights are read or fetched. Each row tells seconds, the bytes it has to move, its floating-point operations, and its
 share of the bandwidth that a plain copy reaches on this device (above 1 where a cache helps).
+
+With --steps it loads the model and times whole steps of the engine instead: what `anycore simulate` predicts from.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from datetime import datetime, timezone
 
 from anycore import __version__, plugins
 from anycore.cli.flags import Parser
 from anycore.cli.local import add_model_flags
+from anycore.cli.progress import show_progress
 from anycore.cli.settings import given
 from anycore.config import ModelConfig
 from anycore.errors import ConfigError
@@ -32,17 +36,26 @@ def add_arguments(parser: Parser) -> None:
         shown = ",".join(map(str, values))
         parser.add_argument(f"--{name}", type=_numbers, default=values, metavar="N[,N...]",
                             help=f"{text} (default: {shown})")  # fmt: skip
-    parser.add_argument("--seconds", type=float, default=0.2, metavar="S", help="for each row (default: 0.2)")
+    parser.add_argument("--seconds", type=float, default=0.2, metavar="S",
+                        help="for each row, or each kind of step (default: 0.2)")  # fmt: skip
+    parser.add_argument("--steps", action="store_true",
+                        help="whole steps, with the model's weights: the file for anycore simulate --step-times; how "
+                        "many requests, how long ones and how long chunks follows from the model's limits")  # fmt: skip
     add_model_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     if not options.seconds > 0:
         raise ConfigError(f"--seconds must be above 0, not {options.seconds}", param="seconds")
+    config = ModelConfig(**(given(options, ModelConfig) | {"model": options.model}))
+    return whole_steps(config, options.seconds) if options.steps else operations(config, options)
+
+
+def operations(config: ModelConfig, options: argparse.Namespace) -> int:
+    """Time one operation after the other."""
     from anycore.choose import open_backend
     from anycore.engine.launch import prepare
 
-    config = ModelConfig(**(given(options, ModelConfig) | {"model": options.model}))
     prepared = prepare(config, plugins.load(), weights=False)
     wish = prepared.wish
     import torch
@@ -74,6 +87,52 @@ def run(options: argparse.Namespace) -> int:
         "copy_bytes_s": bench.bandwidth,
     }
     print(json.dumps(about | {"operations": rows}))
+    backend.close()
+    return 0
+
+
+def whole_steps(config: ModelConfig, seconds: float) -> int:
+    """Time steps of a loaded engine."""
+    from anycore.engine.defaults import sampling_defaults
+    from anycore.engine.launch import build, prepare
+    from anycore.simulate import measured
+
+    prepared = prepare(config, plugins.load())
+    engine = build(prepared)
+    import msgspec
+    import torch
+
+    from anycore.engine.request import SamplingParams
+    from anycore.simulate.measure import Meter
+
+    file = prepared.source.read_json("generation_config.json")
+    defaults = sampling_defaults(file, config.override_generation_config, config.generation_config).values
+    sampling = SamplingParams(**(defaults | {"max_tokens": None, "ignore_eos": True}))  # as servers sample by default
+    with show_progress() as progress:
+        steps = Meter(engine, sampling, seconds).run(lambda done, of: progress("measure steps", done / of))
+    backend, wish = engine.runner.backend, prepared.wish
+    device = prepared.choice.device
+    found = measured.StepTimes(
+        format=measured.FORMAT,
+        anycore=__version__,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        model=config.model,
+        architecture=prepared.spec.architecture,
+        shape=measured.shape_of(prepared.spec),
+        backend=backend.name,
+        device=device.name,
+        chip=device.chip,
+        ranks=config.tensor_parallel_size,
+        threads=torch.get_num_threads(),
+        dtype=wish.dtype,
+        quantization=wish.quantization.scheme if wish.quantization else None,
+        kv_cache_dtype=wish.kv_cache,
+        overlap=backend.overlap,
+        limits=asdict(engine.limits),
+        sampling={name: value for name, value in msgspec.to_builtins(sampling).items() if value},
+        steps=steps,
+    )
+    print(msgspec.json.encode(found).decode())
     backend.close()
     return 0
 

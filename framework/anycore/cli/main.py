@@ -25,6 +25,7 @@ COMMANDS = {
     "matrix": "show what every backend supports, and why others are absent",
     "check": "say whether a model can be served here, and if not, what is the least to change",
     "plan": "say what memory a model takes on a device, here or not, and what to change if it does not fit",
+    "simulate": "predict throughput and latencies under a load, on devices that need not be here",
     "convert": "write a model anew: quantised, or from files that serve does not read",
     "key new": "make an API key, and the line that lets a server know it",
     "doctor": "show versions, devices, failed plugins and the environment; check a device",

@@ -6,79 +6,24 @@ or not, bound by memory or by arithmetic). A fit is linear in its coefficients, 
 
 from __future__ import annotations
 
+import copy
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from anycore.engine.scheduler import Step
 from anycore.errors import ConfigError
-
-FORMAT = "anycore step times 1"
+from anycore.simulate.measured import Measured, StepTimes
 
 Vector = NDArray[np.float64]
 StepTime = Callable[[Step], float]
 """Seconds of a step."""
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """One kind of step and what it took, each time that it was run."""
-
-    decodes: int  # requests that decode
-    context: int  # tokens that these look back on, together
-    chunks: list[tuple[int, int]]  # of prompts: (tokens computed before, rows)
-    seconds: list[float]
-
-    @property
-    def rows(self) -> int:
-        return self.decodes + sum(rows for _, rows in self.chunks)
-
-
-class StepTimes(msgspec.Struct, frozen=True):
-    """The file that `anycore bench kernels --steps` prints: steps, and what they were measured on."""
-
-    format: str
-    anycore: str
-    time: str
-    model: str
-    architecture: str
-    shape: dict[str, int]
-    backend: str
-    device: str
-    chip: str
-    threads: int
-    dtype: str
-    quantization: str | None
-    kv_cache_dtype: str | None
-    overlap: bool  # the device computes a step while the host prepares the next
-    limits: dict[str, int]
-    steps: list[Measured]
-
-
-def read(path: Path) -> StepTimes:
-    """Read a file of step times.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        found = msgspec.json.decode(path.read_bytes(), type=StepTimes)
-    except OSError as error:
-        raise ConfigError(f"--step-times {path}: {error.strerror}", param="step_times") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"--step-times {path} is not what `anycore bench kernels MODEL --steps` prints: {error}", param="step_times"
-        ) from error
-    if found.format != FORMAT:
-        raise ConfigError(f"--step-times {path} is {found.format!r}, this version reads {FORMAT!r}", param="step_times")
-    return found
 
 
 # --- fitting ------------------------------------------------------------------------------------------------------
@@ -197,8 +142,16 @@ class Fitted:
         self._decode_rows, self._mixed_rows = self.decode.line.table(most_rows), self.mixed.line.table(most_rows)
         self._context = self.decode.terms["context"]
         self._terms = tuple(self.mixed.terms[name] for name in MIXED)
-        self._noise = [s / float(np.median(step.seconds)) for step in times.steps for s in step.seconds]
-        self._draw = random.Random(f"{seed} noise").random if noise and self._noise else None
+        spread = [s / float(np.median(step.seconds)) for step in times.steps for s in step.seconds]
+        self._noise = spread if noise else []
+        self._draw = random.Random(f"{seed} 0").random
+        self._seed = seed
+
+    def seeded(self, number: int) -> Fitted:
+        """The same for another engine, whose noise is its own."""
+        other = copy.copy(self)
+        other._draw = random.Random(f"{self._seed} {number}").random
+        return other
 
     def __call__(self, step: Step) -> float:
         decodes = len(step.decodes)
@@ -213,7 +166,7 @@ class Fitted:
             seconds += self._mixed_rows[rows]
         else:
             seconds = self._decode_rows[decodes] + self._context * context
-        if self._draw is not None:
+        if self._noise:
             seconds *= self._noise[int(self._draw() * len(self._noise))]
         return seconds
 
@@ -225,6 +178,11 @@ class Fitted:
             found[name] = {"steps": len(errors), "median_error": round(float(np.median(errors)), 4),
                            "max_error": round(float(errors.max()), 4)}  # fmt: skip
         return found
+
+
+def same(step_time: StepTime, number: int) -> StepTime:
+    """One step time for every engine, by its number."""
+    return step_time
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,258 @@
+"""Times whole steps of a real engine, at chosen numbers of requests, lengths and prompt chunks.
+
+Requests get their context without computing it: their blocks are put into the prefix cache as they are, whatever is in
+them. So a step over long contexts costs no long prompts before it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from anycore.contract.declare import Task
+from anycore.contract.sizes import Limits
+from anycore.engine.blocks import root_hash
+from anycore.engine.engine import Engine
+from anycore.engine.request import NewRequest, SamplingParams
+from anycore.engine.scheduler import Step
+from anycore.errors import ConfigError
+from anycore.simulate.measured import Measured
+
+LEAST, MOST, MOST_PROMPTS = 3, 32, 10
+"""Times that each kind of step is run, as the seconds for it allow; most for steps with prompts."""
+MARGIN = 64
+"""Tokens of a sequence that are left for decoding while it is measured."""
+SHORT = 64
+
+Chunks = tuple[tuple[int, int], ...]
+"""Prompt chunks of a step: (tokens computed before, rows)."""
+Shape = tuple[int, int, Chunks]
+"""Of a step: requests that decode, tokens that these look back on, chunks."""
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """Requests that decode, over a context each, and the prompts that come to them one after the other."""
+
+    decodes: int
+    context: int
+    arrivals: tuple[Chunks, ...] = ()
+
+
+class Watched:
+    """A runner that notes what it is given and what it has given back."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.began = 0.0  # the turn of the engine that is under way
+        self.launched: deque[tuple[Shape, float]] = deque()  # steps under way, and when their turns began
+        self.done: list[tuple[Shape, float]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def launch(self, step: Step) -> Any:
+        chunks = tuple((chunk.start, chunk.rows) for chunk in step.chunks)
+        shape = (len(step.decodes), sum(step.positions) + len(step.decodes), chunks)
+        self.launched.append((shape, self.began))
+        return self.runner.launch(step)
+
+    def collect(self, launched: Any) -> Any:
+        self.done.append(self.launched.popleft())
+        return self.runner.collect(launched)
+
+
+class Meter:
+    """Drives one engine, which nobody else uses meanwhile.
+
+    `seconds` is how long each kind of step is run, three times at least.
+    """
+
+    def __init__(self, engine: Engine, sampling: SamplingParams, seconds: float) -> None:
+        if engine.task is not Task.GENERATE or engine.pool is None or not engine.pool.caching:
+            raise ConfigError(
+                "steps are measured of models that generate, with --enable-prefix-caching",
+                param="enable_prefix_caching",
+            )
+        self.engine = engine
+        self.sampling = sampling
+        self.seconds = seconds
+        self._runner = Watched(engine.runner)
+        engine.runner = self._runner  # type: ignore[assignment]
+        self._last = 0.0  # when the last results came
+        self._names = count()
+        self._rng = random.Random(0)
+        self._found: dict[tuple[Scene, int, Chunks], list[tuple[int, float]]] = {}
+
+    def run(self, progress: Progress = lambda done, of: None) -> list[Measured]:
+        """Measure all scenes twice, the second time in the other order, so that a slow drift meets both ends."""
+        order = scenes(self.engine.limits)
+        both = [*order, *reversed(order)]
+        for done, scene in enumerate(both):
+            progress(done, len(both))
+            self._play(scene)
+        progress(len(both), len(both))
+        return [
+            Measured(decodes, round(statistics.fmean(context for context, _ in took)), list(chunks),
+                     [round(seconds, 7) for _, seconds in took])
+            for (_, decodes, chunks), took in self._found.items()
+        ]  # fmt: skip
+
+    # --- scenes -------------------------------------------------------------------------------------------------
+
+    def _play(self, scene: Scene) -> None:
+        self._place(scene)
+        if scene.decodes:
+            once = self._decode(scene, 1)
+            self._decode(scene, self._times(once) - 1)
+        for chunks in scene.arrivals:
+            self._arrive(scene, chunks)
+        self._clear()
+        self.engine.reset_prefix_cache()
+
+    def _place(self, scene: Scene) -> None:
+        """Let the scene's requests decode. The first step is one of another batch, and is not measured."""
+        for _ in range(scene.decodes):
+            self._send(scene.context, 1)
+        self._settle()
+        if scene.decodes:
+            self._step()
+
+    def _settle(self) -> list[tuple[Shape, float]]:
+        """Step until all prompts are computed."""
+        done = []
+        while self.engine.scheduler.waiting or self._computing():
+            done += self._step()
+        return done
+
+    def _clear(self) -> None:
+        for request in list(self.engine.scheduler.running):
+            self.engine.abort(request.id)
+        while self.engine.has_work():
+            self._step()
+
+    def _decode(self, scene: Scene, steps: int) -> float:
+        """Decode so many steps; return the seconds of the last one."""
+        seconds = 0.0
+        for _ in range(steps):
+            for shape, seconds in self._step():
+                self._note(scene, shape, seconds)
+        return seconds
+
+    def _arrive(self, scene: Scene, chunks: Chunks) -> None:
+        """Let prompts come together, again and again. The first time is not counted: something may be made anew."""
+        turns, turn = LEAST + 1, 0
+        while turn < turns:
+            if any(len(r.tokens) > scene.context + MARGIN - LEAST for r in self.engine.scheduler.running):
+                self._clear()  # they would come to their end: others take their place
+                self._place(scene)
+            names = [self._send(start, rows) for start, rows in chunks]
+            done = self._settle()
+            for name in names:
+                self.engine.abort(name)
+            if not scene.decodes:
+                self._clear()
+            if turn == 1:
+                turns = 1 + min(self._times(sum(seconds for _, seconds in done)), MOST_PROMPTS)
+            if turn:
+                for shape, seconds in done:
+                    if shape[2]:
+                        self._note(scene, shape, seconds)
+            turn += 1
+
+    def _times(self, once: float) -> int:
+        return max(LEAST, min(MOST, int(self.seconds / max(once, 1e-6))))
+
+    def _note(self, scene: Scene, shape: Shape, seconds: float) -> None:
+        decodes, context, chunks = shape
+        self._found.setdefault((scene, decodes, chunks), []).append((context, seconds))
+
+    # --- the engine ---------------------------------------------------------------------------------------------
+
+    def _send(self, start: int, rows: int) -> str:
+        """Add a request of which `start` tokens, in whole blocks, are found in the cache, and `rows` are computed."""
+        pool = self.engine.pool
+        assert pool is not None
+        size = pool.block_size
+        whole = start // size
+        vocabulary = self.engine.spec.vocab_size
+        tokens = self._rng.choices(range(min(100, vocabulary // 4), vocabulary), k=start + rows)
+        hashes = pool.hashes([], tokens[: whole * size], None)
+        blocks = pool.take(whole)
+        for i, block in enumerate(blocks):
+            parent = hashes[i - 1] if i else root_hash(None)
+            pool.publish(block, hashes[i], parent, tokens[i * size : (i + 1) * size])
+        name = f"measured-{next(self._names)}"
+        self.engine.add(NewRequest(id=name, task=Task.GENERATE, token_ids=tokens, sampling=self.sampling))
+        pool.release(blocks)
+        return name
+
+    def _computing(self) -> bool:
+        """Whether the prompt of a running request is not computed yet, or its results are under way."""
+        prompts = any(not request.prefilled for request in self.engine.scheduler.running)
+        return prompts or any(chunks for (_, _, chunks), _ in self._runner.launched)
+
+    def _step(self) -> list[tuple[Shape, float]]:
+        """Take a turn of the engine; return the steps whose results came, with their seconds.
+
+        A step begins with the turn that launches it, or when the one before it is done if that is later.
+        """
+        runner = self._runner
+        runner.began = time.perf_counter()
+        self.engine.step()
+        now = time.perf_counter()
+        done = [(shape, now - max(began, self._last)) for shape, began in runner.done]
+        if done:
+            self._last = now
+            runner.done.clear()
+        return done
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------
+
+
+def scenes(limits: Limits) -> list[Scene]:
+    """Numbers of requests by doubling, at a few contexts; prompts alone, several at once, and beside decodes."""
+    budget, size = limits.max_num_batched_tokens, limits.block_size
+    room = (limits.blocks - 1) * size
+    longest = limits.max_model_len - MARGIN
+    if longest < SHORT:
+        raise ConfigError(f"--max-model-len must be at least {SHORT + MARGIN} to measure steps", param="max_model_len")
+    contexts = sorted({SHORT, max(SHORT, longest // 4), longest} if longest > SHORT else {SHORT})
+    found = []
+    for decodes in doubling(1, limits.max_num_seqs):
+        for context in contexts:
+            if decodes * (context + MARGIN) > 0.9 * room:
+                continue
+            beside: tuple[Chunks, ...] = ()
+            left = min(budget - decodes, longest, room - decodes * (context + MARGIN) - MARGIN)
+            if context == contexts[0] and decodes < limits.max_num_seqs:
+                beside = tuple(((0, rows),) for rows in doubling(16, left, 4))
+            found.append(Scene(decodes, context, beside))
+    most = min(budget, longest)
+    alone: list[Chunks] = [((0, rows),) for rows in doubling(16, most)]
+    for context in contexts[1:]:
+        start = context // 2 // size * size
+        alone += [((start, rows),) for rows in doubling(16, min(most, longest - start), 4)]
+    for rows in (16, 64, 256):
+        together = min(4, limits.max_num_seqs)
+        if together * rows <= budget and rows <= longest:
+            alone.append(((0, rows),) * together)
+    return [*found, Scene(0, 0, tuple(alone))]
+
+
+def doubling(first: int, last: int, times: int = 2) -> Sequence[int]:
+    """`first`, so many times as much, and so on up to `last`, which is always there unless it is below `first`."""
+    if last < first:
+        return []
+    found = [first]
+    while found[-1] * times < last:
+        found.append(found[-1] * times)
+    return found if found[-1] == last else [*found, last]
