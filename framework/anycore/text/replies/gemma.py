@@ -94,8 +94,7 @@ class _Values:
     def __init__(self, quote: str, spell: Spell) -> None:
         self.spell = spell
         self.quote = spell(quote)
-        self.rules: list[str] = []
-        self._free = False  # whether there is a rule for any value
+        self.rules = grammars.Rules()
 
     def object(self, schema: dict[str, Any], root: dict[str, Any], depth: int = 0) -> str:
         """An object with the keys that the schema names; with any, if it names none."""
@@ -103,10 +102,9 @@ class _Values:
             key: f"{self.spell(f'{key}:')} {self.value(part, root, depth + 1)}"
             for key, part in properties(schema).items()
         }
-        if not items and grammars.open_ended(schema):
-            pair = f"/[a-zA-Z_][a-zA-Z0-9_]*/ {self.spell(':')} {self._any()}"
-            return f"{self.spell('{')} {self._some(pair)} {self.spell('}')}"
-        return f"{self.spell('{')} {grammars.members(schema, items, self.spell(','))} {self.spell('}')}"
+        other = f"{grammars.KEY} {self.spell(':')} {self._any()}"
+        inner = self.rules.members(schema, items, self.spell(","), other)
+        return f"{self.spell('{')} {inner} {self.spell('}')}"
 
     def value(self, schema: Any, root: dict[str, Any], depth: int) -> str:
         """A value that a schema allows, as far as its types, its keys and listed values go."""
@@ -147,15 +145,14 @@ class _Values:
         """A string in its marks. Where these are no tokens of their own, only a rule's suffix can end it."""
         text = grammars.any_text(schema)
         plain = self.quote.startswith('"')
-        self.rules.append(f"text_{len(self.rules)}{f'[suffix={self.quote}]' if plain else ''}: {text}")
-        return f"{self.quote} text_{len(self.rules) - 1} {'' if plain else self.quote}".rstrip()
+        if plain:
+            return f"{self.quote} {self.rules.add(text, f'suffix={self.quote}')}"
+        return f"{self.quote} {self.rules.add(text)} {self.quote}"
 
     def _any(self) -> str:
-        if not self._free:
-            self._free = True
-            scalar = grammars.inline({"type": ["number", "boolean", "null"]})
-            pair = f"/[a-zA-Z_][a-zA-Z0-9_]*/ {self.spell(':')} any_value"
-            array = f"{self.spell('[')} {self._some('any_value')} {self.spell(']')}"
-            mapping = f"{self.spell('{')} {self._some(pair)} {self.spell('}')}"
-            self.rules.append(f"any_value: {self._text({})} | {scalar} | {array} | {mapping}")
-        return "any_value"
+        name = "any_value"
+        scalar = grammars.inline({"type": ["number", "boolean", "null"]})
+        array = f"{self.spell('[')} {self._some(name)} {self.spell(']')}"
+        pair = f"{grammars.KEY} {self.spell(':')} {name}"
+        mapping = f"{self.spell('{')} {self._some(pair)} {self.spell('}')}"
+        return self.rules.add(f"{self._text({})} | {scalar} | {array} | {mapping}", name=name)

@@ -11,12 +11,51 @@ from anycore.text.replies.parts import Spell, Tool
 _SHAPES = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
+KEY = "/[a-zA-Z_][a-zA-Z0-9_]{0,63}/"  # of an argument that no schema names
+
+
+class Rules:
+    """Rules that terms are made of. The same rule is made once."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def lines(self) -> list[str]:
+        return [f"{name}{body}" for body, name in self._names.items()]
+
+    def add(self, body: str, option: str = "", name: str = "") -> str:
+        """Return the name of a rule with this body; `name` is for one that names itself."""
+        option = f"[{option}]" if option else ""
+        return self._names.setdefault(f"{option}: {body}", name or f"part_{len(self._names)}")
+
+    def members(self, schema: dict[str, Any], items: dict[str, str], between: str, other: str) -> str:
+        """What an object holds: items for keys in their order, those that it requires and others.
+
+        Args:
+            between: the term between two items, perhaps "".
+            other: an item for any key. Any number of them may stand in objects whose schema names no keys.
+        """
+        if not items:
+            return f"({other} ({between} {other})*)?" if _open_ended(schema) else ""
+        named = schema.get("required")
+        required = {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
+        rules = {key: self.add(item) for key, item in items.items()}
+        firsts: list[str] = []
+        rest = ""  # the items behind the one under way, each behind another
+        for key in reversed(rules):
+            first = f"{rules[key]} {rest}".rstrip()
+            firsts = [first] if key in required else [first, *firsts]
+            term = f"{between} {rules[key]}".lstrip()
+            rest = self.add(f"{term if key in required else f'({term})?'} {rest}".rstrip())
+        return f"({' | '.join(firsts)}){'' if required & set(rules) else '?'}"
+
+
 def calls(
     bodies: Sequence[str],
     between: str | None,
     before: str = "",
     after: str = "",
-    rules: Sequence[str] = (),
+    rules: Rules | None = None,
 ) -> str:
     """The rules of calls, each of which has one of these bodies.
 
@@ -29,7 +68,7 @@ def calls(
     more = "" if between is None else f" ({between} call)*"
     heads = [f"calls: {before} call{more} {after}".rstrip(), f"call: {' | '.join(names)}"]
     own = [f"{name}: {body}" for name, body in zip(names, bodies, strict=True)]
-    return "\n".join([*heads, *own, *rules]) + "\n"
+    return "\n".join([*heads, *own, *(rules.lines() if rules else ())]) + "\n"
 
 
 def named(before: str, tool: Tool, after: str, spell: Spell) -> str:
@@ -40,11 +79,6 @@ def named(before: str, tool: Tool, after: str, spell: Spell) -> str:
 def arguments(tool: Tool) -> str:
     """The arguments of a tool, as JSON."""
     return inline(closed(tool.parameters))
-
-
-def open_ended(schema: dict[str, Any]) -> bool:
-    """Whether an object may have keys that its schema does not name, by all that the schema says."""
-    return "properties" not in schema or any(schema.get(key) for key in _SHAPES)
 
 
 def closed(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -78,22 +112,6 @@ def any_text(schema: dict[str, Any]) -> str:
     return f"/(?s:.{{{least},{most}}})/"
 
 
-def members(parameters: dict[str, Any], items: dict[str, str], between: str) -> str:
-    """Some of these items, in their order, with `between` between them: those that the schema requires, and others.
-
-    `between` may be "". The result may match nothing at all, if nothing is required.
-    """
-    named = parameters.get("required")
-    required = {name for name in named if isinstance(name, str)} if isinstance(named, list) else set()
-    names = list(items)
-    tails = [""]  # of the items from the last on, each behind something else
-    for name in reversed(names):
-        term = f"{between} {items[name]}".strip()
-        tails.append(f"{term if name in required else f'({term})?'} {tails[-1]}".strip())
-    tails.reverse()
-    firsts = []
-    for number, name in enumerate(names):
-        firsts.append(f"{items[name]} {tails[number + 1]}".strip())
-        if name in required:
-            return f"({' | '.join(firsts)})"
-    return f"({' | '.join(firsts)})?" if firsts else '""'
+def _open_ended(schema: dict[str, Any]) -> bool:
+    """Whether an object may have keys that its schema does not name, by all that the schema says."""
+    return "properties" not in schema or any(schema.get(key) for key in _SHAPES)

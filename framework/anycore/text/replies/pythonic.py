@@ -34,16 +34,17 @@ class Pythonic(ToolFormat):
         return _Reader({tool.name: tool for tool in tools})
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
+        rules = grammars.Rules()
         bodies = []
         for tool in tools:
             items = {
                 key: f"{spell(f'{key}=')} {_value(schema, tool.parameters)}"
                 for key, schema in properties(tool.parameters).items()
             }
-            bodies.append(
-                f"{spell(f'{tool.name}(')} {grammars.members(tool.parameters, items, spell(', '))} {spell(')')}"
-            )
-        return grammars.calls(bodies, spell(", ") if parallel else None, spell("["), spell("]"))
+            other = f"{grammars.KEY} {spell('=')} {grammars.inline(True)}"
+            inner = rules.members(tool.parameters, items, spell(", "), other)
+            bodies.append(f"{spell(f'{tool.name}(')} {inner} {spell(')')}")
+        return grammars.calls(bodies, spell(", ") if parallel else None, spell("["), spell("]"), rules)
 
 
 def _value(schema: Any, root: dict[str, Any]) -> str:

@@ -34,7 +34,7 @@ class QwenXml(ToolFormat):
         return _Reader({tool.name: tool for tool in tools})
 
     def grammar(self, tools: Sequence[Tool], spell: Spell, parallel: bool) -> str:
-        rules: list[str] = []
+        rules = grammars.Rules()
         bodies = []
         for tool in tools:
             items = {
@@ -42,12 +42,13 @@ class QwenXml(ToolFormat):
                 for key, schema in properties(tool.parameters).items()
             }
             head = spell(f"\n{FUNCTION}{tool.name}>\n")
-            inner = grammars.members(tool.parameters, items, "")
+            other = f"{spell(PARAMETER)} {grammars.KEY} {spell(f'>{_BREAK}')} {_value({}, {}, spell, rules)}"
+            inner = rules.members(tool.parameters, items, "", other)
             bodies.append(f"{head} {inner} {spell(f'{FUNCTION_END}{_BREAK}{END}')}")
         return grammars.calls(bodies, spell(f"\n{START}") if parallel else None, rules=rules)
 
 
-def _value(schema: Any, root: dict[str, Any], spell: Spell, rules: list[str]) -> str:
+def _value(schema: Any, root: dict[str, Any], spell: Spell, rules: grammars.Rules) -> str:
     """A value and the end of its parameter. Strings are rules of their own, which end at that end."""
     end = f"\n{PARAMETER_END}\n"
     schema = resolved(schema, root)
@@ -57,9 +58,7 @@ def _value(schema: Any, root: dict[str, Any], spell: Spell, rules: list[str]) ->
     wanted = types(schema, root)
     if wanted and "string" not in wanted:
         return f"{grammars.inline(schema, root)} {spell(end)}"
-    name = f"text_{len(rules)}"
-    rules.append(f"{name}[suffix={json.dumps(end)}]: {grammars.any_text(schema)}")
-    return name
+    return rules.add(grammars.any_text(schema), f"suffix={json.dumps(end)}")
 
 
 class _Reader(Pass):
