@@ -1,9 +1,9 @@
 """docs/troubleshooting.md has an entry for every message that the program can print, and none for one that is gone.
 
-How to add a message, or change one: run this file. What it prints under `missing` are the lines to paste into the
-`text` block of an entry, in docs/troubleshooting.md and, unchanged, in docs/troubleshooting.zh-CN.md; what it prints
-under `gone` are the lines to take out of both. Most messages belong into an entry that is there; those with others of
-the same file are named. A new entry is a heading, `HTTP STATUS `code`` where its messages are errors of the API, the block, and
+How to add a message, or change one: run `python ci/troubleshooting.py`. It takes out lines that nothing says any more,
+and puts new ones into the entry that has most others of the same source file, in docs/troubleshooting.md and in
+docs/troubleshooting.zh-CN.md alike. Look at where they went. For what it finds no entry, write one in both pages: a
+heading, a line `HTTP STATUS `code`` where its messages are errors of the API, a `text` block with the messages, and
 what they mean and what to do. The names in `<...>` are not compared: change them where others say more.
 
 `docs/messages.py` says what counts as a message. A ValueError that no operator can cause goes into its OURS_ALONE.
