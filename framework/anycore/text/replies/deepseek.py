@@ -62,20 +62,21 @@ class _Reader(JsonPass):
             mark = ""
             if not (yield from self._call()):
                 return not (yield from self.peek())
-            _, end = yield from self.upto(CALL_END, END)
-            if end == END:
+            if (yield from self.leave(CALL_END, END)) == END:
                 return True
             yield from self.space()
         yield from self.ending(END)
-        return self.held is None
+        return self.held is None or not (yield from self.peek())
 
     def _call(self) -> Steps[bool]:
         kind = yield from self.run(NAME)
         if not kind or not (yield from self.literal(SEPARATOR)):
             return False
         yield from self.space()
-        name = yield from self.run(NAME)
+        name = (yield from self.run(NAME)) if kind == "function" else ""
         yield from self.space()
+        if not (yield from self.peek()):
+            return False
         if name and (yield from self.literal(f"{_FENCE}json", _FENCE)):
             yield from self.space()
         self.begin(name or kind)

@@ -59,7 +59,7 @@ class _Reader(LiteralPass):
     def _block(self) -> Steps[bool]:
         yield from self.space()
         if not (yield from self.ending("call:")):
-            return False
+            return not (yield from self.peek())
         name = yield from self.run(NAME)
         if not name or not (yield from self.literal("{")):
             return not (yield from self.peek())
@@ -68,7 +68,7 @@ class _Reader(LiteralPass):
             yield from self.space()
             yield from self.ending(self.form.finish)
         else:
-            yield from self.upto(self.form.finish)
+            yield from self.leave(self.form.finish)
         return True
 
     def _arguments(self, tool: Tool | None) -> Steps[bool]:

@@ -42,12 +42,12 @@ class _Reader(JsonPass):
 
     def _block(self) -> Steps[bool]:
         yield from self.space()
-        if (yield from self.peek()) != "{":
-            return False
+        if (first := (yield from self.peek())) != "{":
+            return not first
         while (yield from self.call()):
             yield from self.run(_SURPLUS)
             if (yield from self.ending(END)) or (yield from self.peek()) != "{":
                 return True
         if self.held is None:
-            yield from self.upto(END)
+            yield from self.leave(END)
         return not (yield from self.peek())

@@ -99,14 +99,16 @@ class JsonPass(Pass):
         A string with JSON in it stands for that JSON.
         """
         if (yield from self.peek()) in tuple(_CLOSERS):
-            return (yield from self.value(give))
-        raw: list[str] = []
-        if not (yield from self.value(raw.append)):
-            return False
-        text = "".join(raw)
-        content = (_content(text) or "").strip() if text.startswith('"') else text
-        give("{}" if content in ("", "null") else content if content.startswith("{") else text)
-        return True
+            whole = yield from self.value(give)
+        else:
+            raw: list[str] = []
+            whole = yield from self.value(raw.append)
+            text = "".join(raw)
+            content = (_content(text) or "").strip() if text.startswith('"') else text
+            if whole:
+                give("{}" if content in ("", "null") else content if content.startswith("{") else text)
+        self.open = self.open and not whole
+        return whole
 
     def call(self, known: Collection[str] | None = None) -> Steps[bool]:
         """Read an object of a name and arguments, in any order, and give out the call.
@@ -137,6 +139,7 @@ class JsonPass(Pass):
                     self.begin(name)
                     self.argue("".join(early or ()))
                     begun, done = True, early is not None
+                    self.open = not done
             elif key in ARGUMENTS and not done and early is None:
                 if name is None:
                     early = []
@@ -150,6 +153,7 @@ class JsonPass(Pass):
                 return False
         if begun and not done:
             self.argue("{}")
+            self.open = False
         return begun
 
     def _closed(self) -> Steps[bool]:

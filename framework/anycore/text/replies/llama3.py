@@ -53,13 +53,13 @@ class _Reader(JsonPass):
 
     def _tagged(self) -> Steps[bool]:
         yield from self.space()
-        if (yield from self.peek()) != "{":
-            return False
+        if (first := (yield from self.peek())) != "{":
+            return not first
         return (yield from self.call()) or not (yield from self.peek())
 
     def _more(self) -> Steps[None]:
         """Read further calls behind the first."""
-        while (yield from self.attempt("", self._next())):
+        while not self.open and (yield from self.attempt("", self._next())):
             pass
 
     def _next(self) -> Steps[bool]:

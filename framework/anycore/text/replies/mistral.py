@@ -53,12 +53,14 @@ class _Reader(JsonPass):
             yield from self.attempt(mark, self._block())
 
     def _block(self) -> Steps[bool]:
+        if NAME.match((yield from self.peek())):
+            return (yield from self._named()) or not (yield from self.peek())
         yield from self.space()
         if (yield from self.literal("[")):
             return (yield from self._list())
-        if (yield from self.peek()) == "{":
-            return (yield from self.call()) or not (yield from self.peek())
-        return (yield from self._named())
+        if (first := (yield from self.peek())) != "{":
+            return not first
+        return (yield from self.call()) or not (yield from self.peek())
 
     def _list(self) -> Steps[bool]:
         while True:
@@ -72,8 +74,6 @@ class _Reader(JsonPass):
 
     def _named(self) -> Steps[bool]:
         name = yield from self.run(NAME)
-        if not name:
-            return False
         yield from self.space()
         mark = yield from self.literal(CALL_ID, ARGS)
         if mark == CALL_ID:

@@ -82,7 +82,7 @@ class _Reader(Pass):
             yield from self._arguments(self.tools.get(name))
             yield from self.space()
         yield from self.ending(END)
-        return self.held is None
+        return self.held is None or not (yield from self.peek())
 
     def _arguments(self, tool: Tool | None) -> Steps[None]:
         """Read the parameters of a call, up to its end."""

@@ -35,6 +35,7 @@ class Pass(Reader):
         self.held: int | None = None  # where to go back to
         self.over = False
         self.calls = 0
+        self.open = False  # the arguments of the last call are not whole
         self.parts: list[Part] = []
         self._gap = ""  # white space that may stand before a call
         self._said = False  # anything
@@ -69,7 +70,12 @@ class Pass(Reader):
     # Giving
 
     def say(self, text: str) -> None:
-        """Give out text, except white space at its end, which may stand before a call."""
+        """Give out text, except white space at its end, which may stand before a call.
+
+        Behind a call that is not whole there is no text, but what is left of it.
+        """
+        if self.open:
+            return
         text = self._gap + text
         body = text.rstrip(SPACE)
         self._gap = text[len(body) :]
@@ -81,7 +87,7 @@ class Pass(Reader):
         """Give out the name of the next call. What was held is that call's."""
         self.held = None
         self._gap = ""
-        self._called = True
+        self._called = self.open = True
         self._give(Called(self.calls, name))
         self.calls += 1
         self._keys = set()
@@ -100,6 +106,7 @@ class Pass(Reader):
     def close(self) -> None:
         """Give out the end of arguments that were given one by one."""
         self.argue("}" if self._keys else "{}")
+        self.open = False
 
     def _give(self, part: Part) -> None:
         last = self.parts[-1] if self.parts else None
@@ -142,6 +149,12 @@ class Pass(Reader):
             if mark or self.over:
                 return "".join(pieces), mark
             yield
+
+    def leave(self, *marks: str) -> Steps[str]:
+        """Take what is left of a call up to the first of these marks, and that, and return the mark."""
+        _, mark = yield from self.upto(*marks)
+        self.open = False
+        return mark
 
     def _some(self, marks: tuple[str, ...]) -> tuple[str, str]:
         """Take what has come of the text up to the first of these marks, and that if it is there."""
