@@ -112,7 +112,7 @@ def check_formats(spec: ModelSpec, quantization: Quantization | None) -> None:
         return
     for name, cut in cuts(spec).items():
         format = quantization.formats.get(name)
-        if cut.dim == 0 or format is None or not format.group or cut.start % format.group == 0:
+        if cut.dim == 0 or format is None or not format.group or (cut.stop - cut.start) % format.group == 0:
             continue
         raise Unsupported(
             f"{quantization.scheme} weights in groups of {format.group} inputs cannot be divided among "
