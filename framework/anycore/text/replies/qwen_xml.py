@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from anycore.text.replies import grammars
@@ -87,30 +87,40 @@ class _Reader(Pass):
     def _arguments(self, tool: Tool | None) -> Steps[None]:
         """Read the parameters of a call, up to its end."""
         root = {} if tool is None else tool.parameters
-        while True:
-            _, mark = yield from self.upto(PARAMETER, FUNCTION_END, END)
-            if mark == PARAMETER:
-                key = yield from self.run(_IN_TAG)
-                if not (yield from self.literal(">")):
-                    continue
-                text, mark = yield from self._text()
-                if mark:
-                    self.argument(key, as_json(text, properties(root).get(key), root))
-            if mark in (FUNCTION_END, END):
-                self.close()
-            if mark != PARAMETER_END:
+        known = properties(root)
+        mark = key = ""
+        while mark not in (FUNCTION_END, END):
+            if not key:
+                _, mark = yield from self.upto(PARAMETER, FUNCTION_END, END)
+                key = (yield from self.run(_IN_TAG)) if mark == PARAMETER else ""
+                if key and not (yield from self.literal(">")):
+                    key = ""
+            if key:
+                text, mark, following = yield from self._text(known)
+                if not mark:
+                    return
+                self.argument(key, as_json(text, known.get(key), root))
+                key = following
+            elif not mark:
                 return
+        self.close()
 
-    def _text(self) -> Steps[tuple[str, str]]:
-        """Take the text of a value and the mark behind it, and return both.
+    def _text(self, known: Collection[str]) -> Steps[tuple[str, str, str]]:
+        """Take the text of a value and the mark behind it; return both and, if that began a parameter, its key.
 
-        A mark that nothing of the format follows is a part of the text.
+        A mark that nothing of the format follows is a part of the text. Models at times leave the end of a parameter
+        out: a known one that begins on a line of its own ends it as well.
         """
-        pieces = []
+        pieces: list[str] = []
+        line = f"\n{PARAMETER}"
         while True:
-            text, mark = yield from self.upto(PARAMETER_END, FUNCTION_END)
+            text, mark = yield from self.upto(PARAMETER_END, FUNCTION_END, line)
             pieces.append(text)
+            key = (yield from self.run(_IN_TAG)) if mark == line else ""
+            closed = (yield from self.literal(">")) if key else ""
             after = (PARAMETER, FUNCTION_END, END) if mark == PARAMETER_END else (END,)
-            if not mark or (yield from self.follows(*after)):
-                return "".join(pieces).removeprefix("\n").removesuffix("\n"), mark
-            pieces.append(mark)
+            found = closed and key in known if mark == line else not mark or (yield from self.follows(*after))
+            if found:
+                value = "".join(pieces).removeprefix("\n")
+                return value if mark == line else value.removesuffix("\n"), mark, key
+            pieces.append(mark + key + closed)

@@ -74,7 +74,7 @@ def _type(text: str) -> str | None:
         return "integer" if isinstance(value, int) or value.is_integer() else "number"
     if value is None:
         return "null"
-    return {str: "string", list: "array", dict: "object"}[type(value)]
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
 def _refuse(constant: str) -> None:
