@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-from server.test_tools import TOOLS
+from server.conftest import TOOLS
 from tiny import tiny_lm
 
 from anycore import LLM, FunctionTool, SamplingParams, ToolConfig

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
-import tiny
 from server.answers import error_of, events_of, ok
-from server.conftest import served
-from server.echo_engine import launch_echo
-from server.harness import serve_here
-from tokenizers import AddedToken, Tokenizer
 
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 SEARCH = {
     "type": "function",
     "function": {
@@ -32,47 +24,7 @@ SEARCH = {
     },
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
-TOOLS = (
-    "{{ bos_token }}{% if tools %}<|im_start|>system\nCall tools as <tool_call>…</tool_call>:"
-    "{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-THINKS = TOOLS.replace("assistant\n{% endif", "assistant\n{% if enable_thinking is not false %}<think>\n{% else %}"
-                       "<think>\n\n</think>\n\n{% endif %}{% endif")  # fmt: skip
-SAID = "{{ bos_token }}{# <tool_call> <think> </think> #}{{ messages[-1].content }}"
 HI = [{"role": "user", "content": "Hi"}]
-
-
-def with_marks(folder: Path) -> Path:
-    """A model whose tokenizer has the marks as tokens, which are not special, as Qwen's are."""
-    tiny.tiny_lm(folder, chat_template=THINKS, vocab_size=456)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def api(t_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """`calls` calls tools; `thinks` reasons too, and has tokens for the marks."""
-    template = tmp_path_factory.mktemp("template") / "tools.jinja"
-    template.write_text(TOOLS)
-    marks = with_marks(tmp_path_factory.mktemp("marks"))
-    models = served(t_lm, "calls", chat_template=str(template)), served(marks, "thinks")
-    with serve_here(*models) as live, live.client() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def echo(t_lm: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A model that says the last message."""
-    template = tmp_path_factory.mktemp("said") / "said.jinja"
-    template.write_text(SAID)
-    with serve_here(served(t_lm, "say", chat_template=str(template)), launch=launch_echo) as live:
-        with live.client() as client:
-            yield client
 
 
 def chat(client: httpx.Client, model: str = "calls", **more: Any) -> httpx.Response:
@@ -105,8 +57,8 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
 
 
-def test_models_say_what_their_replies_may_be(api: httpx.Client) -> None:
-    listed = {entry["id"]: entry for entry in ok(api.get("/v1/models"))["data"]}
+def test_models_say_what_their_replies_may_be(tools_api: httpx.Client) -> None:
+    listed = {entry["id"]: entry for entry in ok(tools_api.get("/v1/models"))["data"]}
     keys = ("structured_outputs", "tool_parser", "reasoning_parser")
     assert [listed["calls"][key] for key in keys] == [True, "hermes", None]
     assert [listed["thinks"][key] for key in keys] == [True, "hermes", "think"]
@@ -117,11 +69,11 @@ def test_models_say_what_their_replies_may_be(api: httpx.Client) -> None:
 
 @pytest.mark.parametrize("model", ["calls", "thinks"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a09_required_calls_meet_their_schema(api: httpx.Client, model: str, seed: int) -> None:
+def test_a09_required_calls_meet_their_schema(tools_api: httpx.Client, model: str, seed: int) -> None:
     options = {"tools": [SEARCH, CLOCK], "tool_choice": "required", "seed": seed, "parallel_tool_calls": False}
     if model == "thinks":
         options["thinking_token_budget"] = 5
-    choice = ok(chat(api, model, **options))["choices"][0]
+    choice = ok(chat(tools_api, model, **options))["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
     ((name, arguments),) = calls_of(choice["message"])
@@ -131,34 +83,34 @@ def test_a09_required_calls_meet_their_schema(api: httpx.Client, model: str, see
         assert json.loads(arguments) == {}
     assert ("reasoning" in choice["message"]) <= (model == "thinks")
     for interval in (1, 3, 7):
-        streamed = gathered(events_of(chat(api, model, **options, stream=True, stream_interval=interval)))
+        streamed = gathered(events_of(chat(tools_api, model, **options, stream=True, stream_interval=interval)))
         assert [(call["name"], call["arguments"]) for call in streamed["tool_calls"]] == [(name, arguments)]
         assert streamed["reasoning"] == choice["message"].get("reasoning", "")
         assert (streamed["content"], streamed["finish"]) == ("", "tool_calls")
 
 
-def test_a09_a_named_tool_is_the_one_that_is_called(api: httpx.Client) -> None:
+def test_a09_a_named_tool_is_the_one_that_is_called(tools_api: httpx.Client) -> None:
     for chosen in (
         {"type": "function", "function": {"name": "search"}},
         {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [SEARCH]}},
     ):
-        got = ok(chat(api, tools=[CLOCK, SEARCH], tool_choice=chosen, parallel_tool_calls=False))["choices"][0]
+        got = ok(chat(tools_api, tools=[CLOCK, SEARCH], tool_choice=chosen, parallel_tool_calls=False))["choices"][0]
         assert [name for name, _ in calls_of(got["message"])] == ["search"]
 
 
-def test_a09_a_limit_ends_the_stream_as_ever(api: httpx.Client) -> None:
+def test_a09_a_limit_ends_the_stream_as_ever(tools_api: httpx.Client) -> None:
     options = {"tools": [SEARCH], "tool_choice": "required", "max_tokens": 24}
-    whole = ok(chat(api, **options))["choices"][0]
-    streamed = gathered(events_of(chat(api, **options, stream=True)))
+    whole = ok(chat(tools_api, **options))["choices"][0]
+    streamed = gathered(events_of(chat(tools_api, **options, stream=True)))
     assert whole["finish_reason"] == streamed["finish"] == "length"
     assert [(c["name"], c["arguments"]) for c in streamed["tool_calls"]] == calls_of(whole["message"])
 
 
-def test_strict_tools_are_held_to_where_the_model_is_free_to_call(api: httpx.Client) -> None:
+def test_strict_tools_are_held_to_where_the_model_is_free_to_call(tools_api: httpx.Client) -> None:
     """A random model hardly ever calls by itself; a bias towards the mark's token makes it."""
     strict = {"type": "function", "function": {**SEARCH["function"], "strict": True}}  # type: ignore[dict-item]
     for seed in range(3):
-        got = ok(chat(api, "thinks", tools=[strict], seed=seed, logit_bias={"448": 100}, thinking_token_budget=0))
+        got = ok(chat(tools_api, "thinks", tools=[strict], seed=seed, logit_bias={"448": 100}, thinking_token_budget=0))
         message = got["choices"][0]["message"]
         assert len(calls_of(message)) >= 1 or got["choices"][0]["finish_reason"] == "length"
         for name, arguments in calls_of(message):
@@ -167,32 +119,32 @@ def test_strict_tools_are_held_to_where_the_model_is_free_to_call(api: httpx.Cli
                 jsonschema.validate(json.loads(arguments), SEARCH["function"]["parameters"])  # type: ignore[index]
 
 
-def test_a_schema_may_be_kept_to_beside_tools(api: httpx.Client) -> None:
+def test_a_schema_may_be_kept_to_beside_tools(tools_api: httpx.Client) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
-    message = ok(chat(api, tools=[SEARCH], response_format=form))["choices"][0]["message"]
+    message = ok(chat(tools_api, tools=[SEARCH], response_format=form))["choices"][0]["message"]
     assert calls_of(message) or json.loads(message["content"]) in ("yes", "no")
 
 
 # --- reasoning ---------------------------------------------------------------------------------------------------
 
 
-def test_a_budget_of_reasoning_is_kept_and_then_the_answer_follows(api: httpx.Client) -> None:
+def test_a_budget_of_reasoning_is_kept_and_then_the_answer_follows(tools_api: httpx.Client) -> None:
     for budget in (0, 1, 7):
         options = {"thinking_token_budget": budget, "structured_outputs": {"choice": ["done"]}, "logprobs": True}
-        choice = ok(chat(api, "thinks", **options))["choices"][0]
+        choice = ok(chat(tools_api, "thinks", **options))["choices"][0]
         assert choice["message"]["content"] == "done"
         tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
         assert tokens.index("</think>") <= budget
 
 
-def test_reasoning_is_left_out_or_switched_off(api: httpx.Client) -> None:
+def test_reasoning_is_left_out_or_switched_off(tools_api: httpx.Client) -> None:
     options = {"thinking_token_budget": 6, "structured_outputs": {"choice": ["done"]}}
-    shown = ok(chat(api, "thinks", **options))["choices"][0]["message"]
+    shown = ok(chat(tools_api, "thinks", **options))["choices"][0]["message"]
     assert shown["reasoning"] == shown["reasoning_content"] != ""
-    hidden = ok(chat(api, "thinks", **options, include_reasoning=False))["choices"][0]["message"]
+    hidden = ok(chat(tools_api, "thinks", **options, include_reasoning=False))["choices"][0]["message"]
     assert hidden["content"] == "done"
     assert "reasoning" not in hidden
-    off = ok(chat(api, "thinks", structured_outputs={"choice": ["done"]}, reasoning_effort="none"))["choices"][0]
+    off = ok(chat(tools_api, "thinks", structured_outputs={"choice": ["done"]}, reasoning_effort="none"))["choices"][0]
     assert off["message"] == {"role": "assistant", "content": "done", "refusal": None}
 
 
@@ -210,10 +162,10 @@ REPLIES = [
 
 @pytest.mark.parametrize(("reply", "content", "reasoning"), REPLIES)
 def test_replies_read_the_same_in_pieces_of_any_size(
-    echo: httpx.Client, reply: str, content: str | None, reasoning: str
+    tools_echo: httpx.Client, reply: str, content: str | None, reasoning: str
 ) -> None:
     body = {"messages": [{"role": "user", "content": reply}], "tools": [SEARCH, CLOCK]}
-    choice = ok(chat(echo, "say", **body))["choices"][0]
+    choice = ok(chat(tools_echo, "say", **body))["choices"][0]
     message = choice["message"]
     assert ((message["content"] or "").strip(), message.get("reasoning", "")) == (content or "", reasoning)
     assert choice["finish_reason"] == ("tool_calls" if message.get("tool_calls") else "stop")
@@ -221,17 +173,19 @@ def test_replies_read_the_same_in_pieces_of_any_size(
     ids = [call["id"] for call in message.get("tool_calls", ())]
     assert len(set(ids)) == len(ids)
     for salt in ("tokens=1", "tokens=3", "tokens=7"):
-        streamed = gathered(events_of(chat(echo, "say", **body, stream=True, cache_salt=salt)))
+        streamed = gathered(events_of(chat(tools_echo, "say", **body, stream=True, cache_salt=salt)))
         assert streamed["content"] == (message["content"] or "")
         assert streamed["reasoning"] == reasoning
         assert [(c["name"], c["arguments"]) for c in streamed["tool_calls"]] == calls_of(message)
         assert streamed["finish"] == choice["finish_reason"]
 
 
-def test_without_tools_nothing_is_read_as_a_call(echo: httpx.Client) -> None:
+def test_without_tools_nothing_is_read_as_a_call(tools_echo: httpx.Client) -> None:
     text = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
     for more in ({}, {"tools": [CLOCK], "tool_choice": "none"}):
-        message = ok(chat(echo, "say", messages=[{"role": "user", "content": text}], **more))["choices"][0]["message"]
+        message = ok(chat(tools_echo, "say", messages=[{"role": "user", "content": text}], **more))["choices"][0][
+            "message"
+        ]
         assert message == {"role": "assistant", "content": text, "refusal": None}
 
 
@@ -262,5 +216,5 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG, ids=range(len(WRONG)))
-def test_o02_what_is_malformed_is_refused_by_name(api: httpx.Client, fields: Any, param: str) -> None:
-    error_of(chat(api, **fields), 400, param)
+def test_o02_what_is_malformed_is_refused_by_name(tools_api: httpx.Client, fields: Any, param: str) -> None:
+    error_of(chat(tools_api, **fields), 400, param)

@@ -59,6 +59,19 @@ def admit(state: ServerState, body: Body, name: str | None, *tasks: Task) -> Ser
     return model
 
 
+def here(model: ServedModel) -> ServedModel:
+    """Return the model if it runs here.
+
+    Raises:
+        Unsupported: another server answers for it, and this form of request is not passed on.
+    """
+    if model.remote:
+        raise Unsupported(
+            f"model {model.names[0]} is answered by another server: ask it by /v1/chat/completions", param="model"
+        )
+    return model
+
+
 async def offload(size: int, function: Callable[..., T], *args: Any, **options: Any) -> T:
     """Call `function`; in a thread when `size`, the characters it has to read, is large."""
     if size <= SHORT:

@@ -16,6 +16,7 @@ from anycore.server import visits
 from anycore.server.protocol import ErrorEnvelope
 
 RETRY_SECONDS = 1  # Retry-After while loading or draining
+MESSAGES = "/v1/messages"  # whose clients look for the type of an error's body, too
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorEnvelope, "description": "The request is wrong"},
     "5XX": {"model": ErrorEnvelope, "description": "The server cannot answer now"},
@@ -38,7 +39,11 @@ def error_response(error: AnycoreError, headers: Mapping[str, str] | None = None
         extra["Retry-After"] = str(RETRY_SECONDS)
     elif isinstance(error, Unauthorized):
         extra["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error.envelope(), status_code=error.status, headers=extra)
+    body: dict[str, Any] = error.envelope()
+    visit = visits.current()
+    if visit is not None and visit.path.startswith(MESSAGES):
+        body = {"type": "error", **body}
+    return JSONResponse(body, status_code=error.status, headers=extra)
 
 
 def add_handlers(app: FastAPI) -> None:

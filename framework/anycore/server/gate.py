@@ -61,7 +61,7 @@ class Gate:
         account: Account | None = None
         try:
             check_headers(scope["headers"])
-            account = self._guard.admit(scope["path"], headers.get(b"authorization"))
+            account = self._guard.admit(scope["path"], authorization_of(headers))
             scope.setdefault("state", {}).update(account=account, key=account.key)
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await read_body(headers, receive, self._max_body, self._read_timeout)
@@ -77,6 +77,12 @@ class Gate:
         finally:
             if account is not None:
                 account.close(refused=visit is not None and visit.status in REFUSALS)
+
+
+def authorization_of(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """Return the header of that name, or what Anthropic's clients send in its place."""
+    key = headers.get(b"x-api-key")
+    return headers.get(b"authorization") or (None if key is None else b"Bearer " + key)
 
 
 def check_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic.json_schema import WithJsonSchema
 
 from anycore.engine.request import (
@@ -16,6 +16,7 @@ from anycore.engine.request import (
     MAX_STOP_TOKEN_IDS,
 )
 from anycore.errors import BadRequest
+from anycore.server.failures import validation_error
 from anycore.server.protocol import (
     MAX_INPUTS,
     MAX_TOKEN_ID,
@@ -181,6 +182,18 @@ class ChatBody(GenerateBody):
         None, description="none, auto (default with tools), required, or an object that names a function"
     )
     parallel_tool_calls: bool = Field(True, description="whether a reply may have several calls")
+
+
+def chat_body(fields: dict[str, Any]) -> ChatBody:
+    """Return the chat that a body of another API is the same as.
+
+    Raises:
+        BadRequest: naming the field.
+    """
+    try:
+        return ChatBody.model_validate(fields)
+    except ValidationError as error:
+        raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
 
 
 class CompletionBody(GenerateBody):

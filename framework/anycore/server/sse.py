@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar, cast
 
@@ -37,6 +37,16 @@ def event(payload: Any) -> bytes:
     return b"data: " + encode(payload) + b"\n\n"
 
 
+def named_event(name: str, payload: Any) -> bytes:
+    """Write one event that has a name."""
+    return b"event: " + name.encode() + b"\n" + event(payload)
+
+
+def failed_event(error: AnycoreError) -> bytes:
+    """The last event of a stream that cannot go on."""
+    return event(error.envelope())
+
+
 def json_response(payload: Any) -> Response:
     return Response(encode(payload), media_type="application/json")
 
@@ -46,9 +56,10 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], failed: Callable[[AnycoreError], bytes] = failed_event) -> None:
         super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -62,12 +73,12 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.body", "body": part, "more_body": True})
             except AnycoreError as error:
                 visits.failed(error)
-                await send({"type": "http.response.body", "body": event(error.envelope()), "more_body": True})
+                await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
             except Exception as error:
                 log_crash(log, "a stream failed", error)
                 failed = AnycoreError("the server failed; its log says where")
                 visits.failed(failed)
-                await send({"type": "http.response.body", "body": event(failed.envelope()), "more_body": True})
+                await send({"type": "http.response.body", "body": self._failed(failed), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
