@@ -61,7 +61,7 @@ def home_of(message: Message, text: str, said: Mapping[str, Message]) -> int | N
 def heading(text: str, number: int) -> str:
     """The heading of the entry with a block of this number."""
     before = text[: list(BLOCK.finditer(text))[number].start()]
-    return re.findall(r"^### (.+)$", before, re.MULTILINE)[-1]
+    return before.rpartition("\n### ")[2].partition("\n")[0]
 
 
 def renewed(text: str, homes: Mapping[Message, int | None], gone: set[str]) -> str:

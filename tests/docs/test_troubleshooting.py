@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,16 @@ import pytest
 from docs.messages import Message, key_of, messages
 from docs.pages import ROOT
 from docs.texts import Module
+
+from anycore.cli.main import main, parser_of
+from anycore.config import ModelConfig, ServerConfig
+from anycore.engine.request import SamplingParams
+from anycore.errors import AnycoreError
+from anycore.models.source import locate
+from anycore.plugins import load as load_plugins
+from anycore.server.gate import check_headers
+from anycore.server.keys import read_entries
+from anycore.server.port import listen
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 ANSWERED = ("Requests", "Streams and requests that end early")
@@ -115,6 +127,36 @@ def test_status_and_code_are_those_of_the_messages(entry: Entry) -> None:
     if all("<" not in (message.code or "") for message in told):
         assert entry.answers == fixed
     assert entry.answers
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda: ServerConfig(port=70000),
+        lambda: ModelConfig(model="m", device=1, devices=(0, 1)),
+        lambda: locate("./no/such/model"),
+        lambda: locate("no//such"),
+        lambda: read_entries("{}"),
+        lambda: listen("", 0),
+        lambda: SamplingParams(min_tokens=2, max_tokens=1),
+        lambda: check_headers([(b"x", b"")] * 101),
+        lambda: load_plugins([], {}).backend("cud"),
+        lambda: parser_of("serve").read(["demo", "--no-such-flag"]),
+        lambda: main(["sreve"]),
+    ],
+)
+def test_what_is_printed_is_found_on_the_page(refused: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> None:
+    """The words of a real refusal, but for what is filled in, are those of one line of the page."""
+    printed = ""
+    with suppress(SystemExit):
+        try:
+            refused()
+        except (AnycoreError, ValueError) as error:
+            printed = str(error)
+    words = re.sub(r"\s+", " ", printed or capfd.readouterr().err)
+    lines = [line for entry in ENTRIES for line in entry.lines]
+    patterns = {line: ".*".join(map(re.escape, re.split(r"'?<[^<>]*>'?", line))) for line in lines}
+    assert [line for line, pattern in patterns.items() if len(line) > 20 and re.search(pattern, words)], words
 
 
 def test_what_is_read_from_the_source() -> None:

@@ -85,9 +85,13 @@ class Texts:
         return [(module, value) for value in found]
 
     def _returned(self, module: Module, call: ast.Call) -> list[tuple[Module, ast.expr]]:
-        """What a function of ours may return, found by its name: here first, then anywhere."""
+        """What a function of ours may return, looked for here first, then anywhere; of joined lines, the first."""
         name = name_of(call.func)
-        for home in (m for m in (module, *self.modules) if name in m.functions and name != "join"):
+        if name == "join" and "\n" in ast.literal_eval(separator_of(call)):
+            given = call.args[0]
+            lists = module.assigned(given.id, given) if isinstance(given, ast.Name) else [given]
+            return [(module, found.elts[0]) for found in lists if isinstance(found, ast.List) and found.elts]
+        for home in (m for m in (module, *self.modules) if name in m.functions):
             returns = (node for node in ast.walk(home.functions[name]) if isinstance(node, ast.Return))
             return [(home, node.value) for node in returns if node.value is not None]
         return []
@@ -133,6 +137,12 @@ def placeholder(node: ast.expr) -> str:
         either = [n.value for n in (node.body, node.orelse) if isinstance(n, ast.Constant) and n.value]
         return f"<{' or '.join(map(str, either))}>" if either else placeholder(node.body)
     return placeholder(node.values[0]) if isinstance(node, ast.BoolOp) else "<value>"
+
+
+def separator_of(call: ast.Call) -> ast.expr:
+    """What a call of `join` puts between; nothing where that is not written there."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else call
+    return owner if isinstance(owner, ast.Constant) else ast.Constant("")
 
 
 def assignments(scope: ast.AST) -> Iterator[tuple[str, ast.expr]]:
