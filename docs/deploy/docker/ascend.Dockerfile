@@ -19,7 +19,14 @@ RUN python3 -m venv --system-site-packages /opt/anycore \
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY framework framework
 COPY backends backends
-RUN /opt/anycore/bin/pip install --no-cache-dir -c ci/others.txt "torch==${TORCH}" "torch-npu==${TORCH_NPU}" ".[${EXTRAS}]"
+# ziglang compiles the CPU's kernels, for every level of processor: the image that runs needs no compiler for them.
+# hadolint ignore=DL3013
+RUN python3 -m venv /tmp/build \
+    && /tmp/build/bin/pip install --no-cache-dir -c ci/constraints.txt hatchling ziglang \
+    && /tmp/build/bin/hatchling build -t wheel -d /tmp/wheels \
+    && /opt/anycore/bin/pip install --no-cache-dir -c ci/others.txt "torch==${TORCH}" "torch-npu==${TORCH_NPU}" \
+        "$(ls /tmp/wheels/*.whl)[${EXTRAS}]" \
+    && rm -r /tmp/build /tmp/wheels
 
 FROM ${BASE}
 RUN groupadd --gid 10001 anycore \

@@ -16,8 +16,13 @@ RUN python3 -m venv /opt/anycore \
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY framework framework
 COPY backends backends
-# The CPU's kernels are compiled here, for every level of processor: the image that runs needs no compiler.
-RUN /opt/anycore/bin/pip install --no-cache-dir -c ci/constraints.txt ".[${EXTRAS}]"
+# ziglang compiles the CPU's kernels, for every level of processor: the image that runs needs no compiler for them.
+# hadolint ignore=DL3013
+RUN python3 -m venv /tmp/build \
+    && /tmp/build/bin/pip install --no-cache-dir -c ci/constraints.txt hatchling ziglang \
+    && /tmp/build/bin/hatchling build -t wheel -d /tmp/wheels \
+    && /opt/anycore/bin/pip install --no-cache-dir -c ci/constraints.txt "$(ls /tmp/wheels/*.whl)[${EXTRAS}]" \
+    && rm -r /tmp/build /tmp/wheels
 
 FROM ${BASE}
 RUN groupadd --gid 10001 anycore \
