@@ -88,12 +88,12 @@ def branched(
     """The branches of the requests that make a step of a beam search. `logprobs` has a place for every row."""
     found: dict[Request, list[Branch]] = {}
     for part in _parts(rows.branching):
-        columns = [next(arrived).tolist() for _ in range(3)]
-        for row, *of_row in zip(part, *columns, strict=True):
+        ids, adjusted, raw = (next(arrived).tolist() for _ in range(3))
+        for row, *of_row in zip(part, ids, adjusted, raw, strict=True):
             known = logprobs[row]
             top = known.top if known is not None else []
-            count = _branches(requests[row])
-            found[requests[row]] = [Branch(*each, top) for each in zip(*(c[:count] for c in of_row), strict=True)]
+            branches = [Branch(token, score, logprob, top) for token, score, logprob in zip(*of_row, strict=True)]
+            found[requests[row]] = branches[: _branches(requests[row])]
     return found
 
 

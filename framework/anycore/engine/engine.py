@@ -76,7 +76,8 @@ class Engine:
         self.grammars: Grammars | None = None  # set by whoever knows the tokens' texts; until then none is kept to
         self.texts: Texts | None = None  # likewise, for beam searches that look for stop strings
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request id
-        self._reading: list[Search] = []  # searches that wait for the tokenizer
+        self._searches: set[str] = set()  # request ids of unfinished beam searches
+        self._reading: list[Search] = []  # those of them that wait for the tokenizer
         self._next_deadline = math.inf  # no request ends before it
         self._early: list[Delta] = []  # endings that no step brings: deadlines
         self._in_flight: Launched | None = None
@@ -131,6 +132,7 @@ class Engine:
         for request in list(self._requests.get(request_id, [])):
             if index is None or (index == request.index and request.search is None):
                 self._leave(request)
+                self._searches.discard(request_id)
                 self._stats.aborted += 1
 
     def drain(self) -> list[str]:
@@ -173,8 +175,9 @@ class Engine:
     def stats(self) -> Stats:
         """Gauges and counters as of now."""
         stats = self._stats
-        stats.running = len(self.scheduler.running)
-        stats.waiting = len(self.scheduler.waiting)
+        between = self._between_steps()
+        stats.running = len(self.scheduler.running) + between
+        stats.waiting = len(self.scheduler.waiting) - between
         stats.deferred = min(self.scheduler.deferred, stats.waiting)
         stats.blocks_free = self.pool.free if self.pool else 0
         stats.preemptions = self.scheduler.preemptions
@@ -263,6 +266,7 @@ class Engine:
         self._arrivals += 1
         deadline = self._deadline_of(new, now)
         eos_ids = frozenset(self.spec.eos_ids)
+        self._searches.add(new.id)
         search = Search(new, eos_ids, self.limits.max_model_len, self._arrivals, now, deadline)
         self._requests[new.id] = requests = search.requests()
         self._next_deadline = min(self._next_deadline, deadline)
@@ -272,6 +276,11 @@ class Engine:
         self._reading.append(search)
         for request in requests:
             request.status = Status.COMPILING
+
+    def _between_steps(self) -> int:
+        """Beams that wait in the queue though their search is under way: they count as running."""
+        requests = (request for name in self._searches for request in self._requests[name])
+        return sum(request.status is Status.WAITING and request.timing.started > 0 for request in requests)
 
     def _take_read(self, texts: Texts) -> None:
         """Enqueue the searches that wait for the tokenizer if it is there now. With nothing else to do, wait for it."""
@@ -382,6 +391,7 @@ class Engine:
         except BadRequest as error:
             deltas = [_failed(request.id, error)]
             self._stats.failed += 1
+        self._searches.discard(request.id)
         self._stats.finished += len(deltas)
         return deltas
 
@@ -456,6 +466,7 @@ class Engine:
         self._stats.failed += 1
         delta = _failed(request.id, error, request.index if request.search is None else 0)
         if request.search is not None:
+            self._searches.discard(request.id)
             for other in list(self._requests[request.id]):
                 if other is not request:
                     self._leave(other)

@@ -44,7 +44,8 @@ class Search:
         self, new: NewRequest, eos_ids: frozenset[int], longest: int, arrival: int, now: float, deadline: float
     ) -> None:
         assert new.sampling is not None
-        assert new.sampling.beams is not None
+        beams = new.sampling.beams
+        assert beams is not None
         self.new = new
         self._arrival = arrival
         self._deadline = deadline
@@ -64,7 +65,7 @@ class Search:
             params.stop,
             self._bytes_of,
         )
-        self._beams = BeamSearch(params.beams, ends, logprobs=params.logprobs is not None)
+        self._beams = BeamSearch(beams, ends, logprobs=params.logprobs is not None)
 
     @property
     def branches(self) -> int:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from anycore.contract.declare import Task
-from anycore.errors import Unsupported
+from anycore.errors import BadRequest
 from anycore.server.bodies import JsonRoute
+from anycore.server.choosing import best, choosing
 from anycore.server.door import Caller, State, admit, offload, reply_id
 from anycore.server.generation import Chunk, Generation, Prompt, settings_of
 from anycore.server.logprobs import LogprobFormat, joined
 from anycore.server.prompts import cut_options
 from anycore.server.protocol import responses
-from anycore.server.protocol_generate import CompletionBody
+from anycore.server.protocol_completions import CompletionBody
 from anycore.server.protocol_replies import Completion, CompletionChoice
 from anycore.server.sampling import asked_tokens, check_body, sampling_of
 from anycore.server.scopes import INFER
 from anycore.server.sse import DONE, EventStream, event, first_of, json_response, unless_gone
 from anycore.server.state import ServedModel
 from anycore.server.structured import answer_of, made
+from anycore.text.fim import infill_of, render_infill
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute, dependencies=[INFER])
 
@@ -47,6 +50,10 @@ async def completions(request: Request, body: CompletionBody, state: State, call
         prompt_logprobs=_prompt_logprobs(body),
         grammar=None if answer is None else await made(answer),
     )
+    sampling = choosing(body, sampling, model.spec.vocab_size)
+    if body.suffix and not body.ignore_eos:
+        ends = (*sampling.stop_token_ids, *infill_of(model.renderer.tokenizer).ends)
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(dict.fromkeys(ends)))
     size = sum(len(item) for item in body.prompt)
     prompts = await offload(size, _render, body, model)
     settings = settings_of("text", priority=body.priority, cache_salt=body.cache_salt, tenant=caller.account.tenant)
@@ -63,16 +70,17 @@ async def completions(request: Request, body: CompletionBody, state: State, call
     reply = CompletionReply(body, model, generation, reply_id(request, body.request_id))
     if body.stream:
         return EventStream(reply.events(await first_of(request, generation.chunks())))
-    return json_response(reply.whole(await unless_gone(request.receive, generation.whole())))
+    choices = await unless_gone(request.receive, generation.whole())
+    return json_response(reply.whole(best(choices, body.n, sampling.n)))
 
 
 def _check(body: CompletionBody) -> None:
     """Refuse combinations of fields that contradict each other."""
     check_body(body)
-    if body.best_of is not None and body.best_of != body.n:
-        raise Unsupported(
-            f"best_of {body.best_of} is not n {body.n}: choosing among more is not supported", param="best_of"
-        )
+    if body.logprob_token_ids and body.logprobs is None:
+        raise BadRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
+    if body.suffix and body.echo:
+        raise BadRequest("echo cannot be had together with suffix: the answer stands between the two", param="echo")
 
 
 def _prompt_logprobs(body: CompletionBody) -> int | None:
@@ -82,12 +90,16 @@ def _prompt_logprobs(body: CompletionBody) -> int | None:
 
 
 def _render(body: CompletionBody, model: ServedModel) -> list[Prompt]:
-    """Return the prompts with the text that echo shows: as it was sent, unless it was sent as ids or has been cut."""
+    """Return the prompts with the text that echo shows: as it was sent, unless that was ids or it has been changed."""
     prompts = []
     for i, item in enumerate(body.prompt):
         name = f"prompt[{i}]" if len(body.prompt) > 1 else "prompt"
-        rendered = model.renderer.text(item, body.add_special_tokens, param=name, **cut_options(body))
-        text = item if isinstance(item, str) and not rendered.truncated else None
+        options = {"param": name, **cut_options(body)}
+        if body.suffix:
+            rendered = render_infill(model.renderer, item, body.suffix, body.add_special_tokens, **options)
+        else:
+            rendered = model.renderer.text(item, body.add_special_tokens, **options)
+        text = item if isinstance(item, str) and not rendered.truncated and not body.suffix else None
         if text is None and (body.echo or body.return_prompt_text):
             text = model.renderer.tokenizer.decode(rendered.token_ids, skip_special_tokens=body.skip_special_tokens)
         prompts.append(Prompt(rendered.token_ids, text or ""))
@@ -146,7 +158,8 @@ class CompletionReply:
             "finish_reason": chunk.finish,
         }
         if body.logprobs is not None:
-            written = self._format.completion(chunk.logprobs, chunk.token_ids, start, body.logprobs)
+            shown = 1 + len(body.logprob_token_ids) if body.logprob_token_ids else body.logprobs
+            written = self._format.completion(chunk.logprobs, chunk.token_ids, start, shown)
             if echoed:
                 entries = self._generation.prompt_logprobs[which]
                 written = joined(self._format.completion(entries, echoed.token_ids, 0, body.logprobs), written)
