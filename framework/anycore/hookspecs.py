@@ -32,7 +32,7 @@ def register_models() -> list[Architecture]:
 
 @hookspec
 def register_reply_formats() -> list[Format]:
-    """Return formats of tool calls and of reasoning beside the built-in ones; they are asked first."""
+    """Return formats of tool calls and of reasoning. Those of anycore itself are tried last."""
     raise NotImplementedError
 
 

@@ -64,7 +64,7 @@ class LLM:
         self.renderer = Renderer(prepared.source, prepared.spec, longest, config.chat_template)
         self.engine.texts = Texts(lambda: self.renderer.tokenizer)
         tokenizer, templates = self.renderer.tokenizer, self.renderer.templates
-        self.formats = Formats(tokenizer, templates, config.tool_parser, config.reasoning_parser, found.formats)
+        self.formats = Formats(tokenizer, templates, found.formats, config.tool_parser, config.reasoning_parser)
         file = prepared.source.read_json("generation_config.json")
         self._defaults = sampling_defaults(file, config.override_generation_config, config.generation_config)
         self._names = itertools.count()

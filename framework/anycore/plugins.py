@@ -115,7 +115,11 @@ def load(entries: Iterable[EntryPoint] | None = None, environ: Mapping[str, str]
                 failures.append(failure)
                 continue
             backends[spec.name] = replace(spec, distribution=origin, probe=partial(safe_probe, spec.probe, seconds))
-        formats += own_formats
+        formats = (
+            [*formats, *own_formats]
+            if entry.dist is None or _distribution(entry) == HOUSE
+            else [*own_formats, *formats]
+        )
         for model in architectures:
             if models.setdefault(model.name, model) is not model:
                 reason = "another plugin brings this architecture already, and is kept"

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from anycore.text.replies.formats import BUILT_IN
+from anycore.text.replies.formats import TOOL_FORMATS
 from anycore.text.replies.parts import Called, Part, Said, Tool, ToolFormat
 
 DATA = Path(__file__).parent.parent / "data" / "replies"
-FORMATS = {form.name: form for form in BUILT_IN}
+FORMATS = {form.name: form for form in TOOL_FORMATS}
 TOOLS = [
     Tool("get_weather", {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}),
     Tool("run_code", {"type": "object", "properties": {"code": {"type": "string"}}}),
@@ -98,7 +98,7 @@ SCRAPS = ["{", "}", "[", "]", "(", ")", ",", ":", '"', "'", "\\", "\n", " ", "="
           "\\u12"]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 def test_a09_nonsense_is_read_the_same_whatever_its_pieces(form: ToolFormat) -> None:
     dice = random.Random(form.name)
     for _ in range(150):
@@ -111,7 +111,7 @@ def test_a09_nonsense_is_read_the_same_whatever_its_pieces(form: ToolFormat) -> 
         assert read(form, [text[:at], text[at:]]) == parts, (text[:at], text[at:])
 
 
-@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 def test_brackets_without_end_do_no_harm(form: ToolFormat) -> None:
     before = {
         "hermes": '<tool_call>{"name": "now", "arguments": ',
@@ -129,7 +129,7 @@ def test_brackets_without_end_do_no_harm(form: ToolFormat) -> None:
         assert read(form, [text[at : at + 1000] for at in range(0, len(text), 1000)]) == parts
 
 
-@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 def test_arguments_come_as_soon_as_they_are_there(form: ToolFormat) -> None:
     """JSON goes through as it is written; in other notations each argument when its value is whole."""
     text = next(text for _, text, _ in (case.values for case in cases() if case.id == f"{form.name}: numbers"))
@@ -167,4 +167,4 @@ def test_arguments_come_as_soon_as_they_are_there(form: ToolFormat) -> None:
     ],
 )
 def test_templates_show_the_format(template: str, name: str | None) -> None:
-    assert next((form.name for form in BUILT_IN if form.fits(template)), None) == name
+    assert next((form.name for form in TOOL_FORMATS if form.fits(template)), None) == name

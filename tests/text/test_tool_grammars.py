@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
-from tiny import EOS, save_bpe
+from llguidance import LLMatcher
+from walks import Vocabulary, walk
 
-from anycore.text.grammar import speller, vocabulary
-from anycore.text.replies.formats import BUILT_IN
+from anycore.text.replies.formats import TOOL_FORMATS
 from anycore.text.replies.parts import Called, Said, Spell, Tool, ToolFormat
-from anycore.text.tokenizer import Tokenizer, from_folder
 
 SEARCH: dict[str, Any] = {
     "type": "object",
@@ -40,55 +34,39 @@ SEARCH: dict[str, Any] = {
         }
     },
 }
-OPTIONAL = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"const": "x y"}}}
+OPTIONAL: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}, "c": {"const": "x y"}},
+}
+TREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}},
+    "required": ["root"],
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "label": {"enum": ["l", 3, None]},
+                "nodes": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 1},
+            },
+            "required": ["label"],
+            "additionalProperties": False,
+        }
+    },
+}
 TOOLS = [
     Tool("search.web", SEARCH),
     Tool("now", {"type": "object", "properties": {}}),
     Tool("set-flags", OPTIONAL),
+    Tool("plant", TREE),
 ]
 SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
 
 
-class Vocabulary:
-    """A small tokenizer, with the marks of all formats as tokens or without them."""
-
-    def __init__(self, folder: Path, marks: bool) -> None:
-        extra = sorted({mark for form in BUILT_IN for mark in form.marks}) if marks else []
-        ids = save_bpe(folder, 448, prefix=[], extra=extra)
-        self.tokenizer: Tokenizer = from_folder(folder)
-        self.tokens: LLTokenizer = vocabulary(self.tokenizer, ids["size"], [ids[EOS]])
-        self.end = ids[EOS]
-        self.size = ids["size"]
-        self.spell: Spell = speller(self.tokenizer)
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "text"])
 def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Vocabulary:
-    return Vocabulary(tmp_path_factory.mktemp("words"), request.param)
-
-
-def walk(words: Vocabulary, grammar: str, seed: int = 0, limit: int = 1500) -> str:
-    """A text that a grammar allows, token by token at random. It goes on where it could end for the first time."""
-    matcher = LLMatcher(words.tokens, LLMatcher.grammar_from_lark(grammar), log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    mask = allocate_token_bitmask(1, words.size)
-    dice = random.Random(seed)
-    tokens: list[int] = []
-    ends = 0
-    while len(tokens) < limit:
-        fill_next_token_bitmask(matcher, mask, 0)
-        allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), bitorder="little")[: words.size])
-        assert len(allowed), (words.tokenizer.decode(tokens, False), matcher.get_error())
-        token = words.end
-        if words.end in allowed:
-            ends += 1
-            if len(allowed) == 1 or ends > 1:
-                return words.tokenizer.decode(tokens, skip_special_tokens=False)
-        while token == words.end:
-            token = int(dice.choice(allowed))
-        assert matcher.consume_token(token)
-        tokens.append(token)
-    pytest.fail(f"no end: {words.tokenizer.decode(tokens, False)[-300:]!r}")
+    marks = sorted({mark for form in TOOL_FORMATS for mark in form.marks})
+    return Vocabulary(tmp_path_factory.mktemp("words"), marks if request.param else [])
 
 
 def called(form: ToolFormat, text: str) -> list[tuple[str, Any]]:
@@ -108,20 +86,20 @@ def grammar_of(form: ToolFormat, tools: list[Tool], spell: Spell, parallel: bool
     return f"start: {opening} calls\n{form.grammar(tools, spell, parallel)}"
 
 
-@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 def test_a09_what_a_grammar_allows_is_a_call_that_fits(words: Vocabulary, form: ToolFormat) -> None:
     for tool in TOOLS:
-        [(name, arguments)] = called(form, walk(words, grammar_of(form, [tool], words.spell, parallel=False)))
+        [(name, arguments)] = called(form, walk(words, grammar_of(form, [tool], words.spell, parallel=False)) or "")
         assert name == tool.name
         jsonschema.validate(arguments, tool.parameters)
         assert name != "now" or arguments == {}
 
 
-@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 def test_a09_several_calls_where_they_are_wanted(words: Vocabulary, form: ToolFormat) -> None:
     grammar = grammar_of(form, TOOLS, words.spell, parallel=True)
     for seed in range(8):
-        calls = called(form, walk(words, grammar, seed))
+        calls = called(form, walk(words, grammar, seed) or "")
         for name, arguments in calls:
             jsonschema.validate(arguments, SCHEMAS[name])
         if len(calls) > 1:
@@ -129,7 +107,7 @@ def test_a09_several_calls_where_they_are_wanted(words: Vocabulary, form: ToolFo
     pytest.fail("never more than one")
 
 
-@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.name)
 def test_tools_without_a_schema_take_any_object(words: Vocabulary, form: ToolFormat) -> None:
     grammar = grammar_of(form, [Tool("any", {})], words.spell, False)
     matcher = LLMatcher(words.tokens, LLMatcher.grammar_from_lark(grammar), log_level=0)

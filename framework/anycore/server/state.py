@@ -58,7 +58,7 @@ def read(config: ModelConfig, plan: wire.Planned, plugins: Plugins, request_temp
     )
     renderer = Renderer(source, spec, plan.card["max_model_len"], config.chat_template, request_templates)
     formats = Formats(
-        renderer.tokenizer, renderer.templates, config.tool_parser, config.reasoning_parser, plugins.formats
+        renderer.tokenizer, renderer.templates, plugins.formats, config.tool_parser, config.reasoning_parser
     )
     return Reading(source, spec, renderer, defaults, formats)
 

@@ -138,11 +138,11 @@ def mark_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
     A grammar has to name them: text without them is free of marks.
     """
-    from anycore.text.replies.formats import BUILT_IN as TOOLS  # whose grammars are made with what stands here
-    from anycore.text.replies.reasoning import BUILT_IN as REASONING
+    # Here, because the grammars of these formats are made with what stands above.
+    from anycore.text.replies.formats import REASONING_FORMATS, TOOL_FORMATS
 
-    marks = [mark for form in TOOLS for mark in form.marks]
-    marks += [mark for form in REASONING for mark in (form.start, form.end)]
+    marks = [mark for form in TOOL_FORMATS for mark in form.marks]
+    marks += [mark for form in REASONING_FORMATS for mark in (form.start, form.end)]
     return {
         text: token
         for text, token in tokenizer.added_ids.items()

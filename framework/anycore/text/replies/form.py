@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anycore.errors import BadRequest, Unsupported
 from anycore.text.grammar import composed, mark_tokens, speller
 from anycore.text.replies.choose import choose
-from anycore.text.replies.formats import BUILT_IN as TOOLS
 from anycore.text.replies.parts import Format, Reader, ReasoningFormat, Tool, ToolFormat
-from anycore.text.replies.reasoning import BUILT_IN as REASONING
 from anycore.text.replies.reasoning import PlainReader, ReasoningReader, thinking, thought
 
 if TYPE_CHECKING:
@@ -65,7 +63,7 @@ class Formats:
         templates: the model's chat templates, by which formats are chosen.
         tool_parser: name of the format of calls; "auto" chooses, "none" reads none.
         reasoning_parser: the same for reasoning.
-        others: formats that plugins bring; they go before the built-in ones.
+        formats: those that plugins bring, in the order in which they are tried.
 
     Raises:
         ConfigError: no format has such a name.
@@ -75,16 +73,15 @@ class Formats:
         self,
         tokenizer: Tokenizer,
         templates: Sequence[str],
+        formats: Sequence[Format],
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
-        others: Iterable[Format] = (),
     ) -> None:
-        others = tuple(others)
         template = "\n".join(templates)
-        own = [form for form in others if isinstance(form, ToolFormat)]
-        self.tools = choose([*own, *TOOLS], template, tool_parser, "tool_parser")
-        ways = [form for form in others if isinstance(form, ReasoningFormat)]
-        self.reasoning = choose([*ways, *REASONING], template, reasoning_parser, "reasoning_parser")
+        tools = [form for form in formats if isinstance(form, ToolFormat)]
+        self.tools = choose(tools, template, tool_parser, "tool_parser")
+        ways = [form for form in formats if isinstance(form, ReasoningFormat)]
+        self.reasoning = choose(ways, template, reasoning_parser, "reasoning_parser")
         self._tokenizer = tokenizer
 
     @property

@@ -1,16 +1,8 @@
-"""Reasoning apart from what is said, and the formats of it."""
+"""Reads reasoning apart from what is said."""
 
 from __future__ import annotations
 
 from anycore.text.replies.parts import Part, Reader, ReasoningFormat, Said, Thought
-
-BUILT_IN = (
-    ReasoningFormat("think", "<think>", "</think>"),  # DeepSeek R1, Qwen 3, GLM, and most others
-    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
-    ReasoningFormat("gemma", "<|channel>thought\n", "<channel|>"),
-    ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
-    ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
-)
 
 
 class PlainReader(Reader):
