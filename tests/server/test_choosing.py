@@ -236,7 +236,8 @@ def test_s06_o02_ids_that_cannot_be_named(lm: httpx.Client) -> None:
     for wrong in ([-1], [10**6], [2**70], ["a"], [1.5], 5, list(range(129))):
         error = error_of(post(lm, logprobs=1, logprob_token_ids=wrong), 400)
         assert error["param"].startswith("logprob_token_ids")
-    error_of(post(lm, logprob_token_ids=[5]), 400, "logprob_token_ids")
+    for more in ({}, {"best_of": 2}):
+        error_of(post(lm, logprob_token_ids=[5], **more), 400, "logprob_token_ids")
     ok(post(lm, max_tokens=1, logprob_token_ids=None))
 
 

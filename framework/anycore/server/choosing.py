@@ -26,6 +26,8 @@ def choosing(body: SearchBody, sampling: SamplingParams, vocab_size: int) -> Sam
     """
     changes: dict[str, Any] = {}
     if body.logprob_token_ids:
+        if sampling.logprobs is None:
+            raise BadRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
         changes["logprob_token_ids"] = tuple(body.logprob_token_ids)
     drawn = sampling.n if body.best_of is None else body.best_of
     if drawn < sampling.n:

@@ -77,8 +77,6 @@ async def completions(request: Request, body: CompletionBody, state: State, call
 def _check(body: CompletionBody) -> None:
     """Refuse combinations of fields that contradict each other."""
     check_body(body)
-    if body.logprob_token_ids and body.logprobs is None:
-        raise BadRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     if body.suffix and body.echo:
         raise BadRequest("echo cannot be had together with suffix: the answer stands between the two", param="echo")
 
