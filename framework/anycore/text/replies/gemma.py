@@ -11,7 +11,7 @@ from anycore.text.replies.parts import Reader, Spell, Tool, ToolFormat
 from anycore.text.replies.scan import NAME, Steps
 from anycore.text.replies.values import properties, resolved, types
 
-_DEEPEST = 8  # objects in objects that a grammar follows
+_DEEPEST = 16  # objects in objects that a grammar follows
 
 
 class FunctionGemma(ToolFormat):
@@ -95,6 +95,7 @@ class _Values:
         self.spell = spell
         self.quote = spell(quote)
         self.rules = grammars.Rules()
+        self._references: dict[tuple[int, str], str] = {}  # rules of what several schemas, or itself, may name
 
     def object(self, schema: dict[str, Any], root: dict[str, Any], depth: int = 0) -> str:
         """An object with the keys that the schema names; with any, if it names none."""
@@ -108,11 +109,13 @@ class _Values:
 
     def value(self, schema: Any, root: dict[str, Any], depth: int) -> str:
         """A value that a schema allows, as far as its types, its keys and listed values go."""
+        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+            return self._reference(schema["$ref"], root)
         schema = resolved(schema, root)
         options = schema.get("anyOf") or schema.get("oneOf")
         listed = grammars.constants(schema)
-        if listed is not None and all(isinstance(value, str) for value in listed):
-            terms = [f"{self.quote} {self.spell(value)} {self.quote}" for value in listed]
+        if listed is not None:
+            terms = [self._constant(value) for value in listed]
         elif depth > _DEEPEST:
             terms = []
         elif isinstance(options, list):
@@ -121,14 +124,25 @@ class _Values:
             terms = [self._of_type(kind, schema, root, depth) for kind in sorted(types(schema, root))]
         return f"({' | '.join(terms)})" if terms else self._any()
 
+    def _reference(self, reference: str, root: dict[str, Any]) -> str:
+        key = id(root), reference
+        if key not in self._references:
+            name = self._references[key] = f"reference_{len(self._references)}"
+            self.rules.add(self.value(resolved({"$ref": reference}, root), root, 0), name=name)
+        return self._references[key]
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self.quote} {self.spell(value)} {self.quote}"
+        return grammars.inline({"const": value})
+
     def _of_type(self, kind: str, schema: dict[str, Any], root: dict[str, Any], depth: int) -> str:
         if kind == "object":
             return self.object(schema, root, depth)
         if kind == "array":
             item = self.value(schema.get("items", {}), root, depth + 1)
-            return f"{self.spell('[')} {self._some(item, schema.get('minItems', 0), schema.get('maxItems'))} " + (
-                self.spell("]")
-            )
+            items = self._some(item, grammars.count(schema, "minItems") or 0, grammars.count(schema, "maxItems"))
+            return f"{self.spell('[')} {items} {self.spell(']')}"
         if kind == "string":
             return self._text(schema)
         return grammars.inline({**schema, "type": kind}, root)
@@ -136,9 +150,9 @@ class _Values:
     def _some(self, item: str, least: int = 0, most: int | None = None) -> str:
         """Items with commas between them."""
         if most == 0:
-            return '""'
+            return ""
         more = "" if most is None else max(most - 1, 0)
-        term = f"{item} ({self.spell(',')} {item}){{{max(least - 1, 0)},{more}}}"
+        term = item if more == 0 else f"{item} ({self.spell(',')} {item}){{{max(least - 1, 0)},{more}}}"
         return term if least else f"({term})?"
 
     def _text(self, schema: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from anycore.text.grammar import WHITESPACE
 from anycore.text.replies.parts import Spell, Tool
 
 _SHAPES = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf")
@@ -18,15 +19,18 @@ class Rules:
     """Rules that terms are made of. The same rule is made once."""
 
     def __init__(self) -> None:
-        self._names: dict[str, str] = {}
+        self._bodies: dict[str, str] = {}  # by name
+        self._names: dict[str, str] = {}  # of those that have none of their own, by body
 
     def lines(self) -> list[str]:
-        return [f"{name}{body}" for body, name in self._names.items()]
+        return [f"{name}{body}" for name, body in self._bodies.items()]
 
     def add(self, body: str, option: str = "", name: str = "") -> str:
-        """Return the name of a rule with this body; `name` is for one that names itself."""
-        option = f"[{option}]" if option else ""
-        return self._names.setdefault(f"{option}: {body}", name or f"part_{len(self._names)}")
+        """Return the name of a rule with this body; `name` is for one that is named elsewhere, perhaps by itself."""
+        body = f"[{option}]: {body}" if option else f": {body}"
+        name = name or self._names.setdefault(body, f"part_{len(self._names)}")
+        self._bodies[name] = body
+        return name
 
     def members(self, schema: dict[str, Any], items: dict[str, str], between: str, other: str) -> str:
         """What an object holds: items for keys in their order, those that it requires and others.
@@ -91,8 +95,6 @@ def closed(parameters: dict[str, Any]) -> dict[str, Any]:
 
 def inline(schema: dict[str, Any] | bool, root: dict[str, Any] | None = None) -> str:
     """JSON that a schema accepts. `root`: the schema that it is a part of, whose definitions it may refer to."""
-    from anycore.text.grammar import WHITESPACE  # here, because it asks the formats for their marks
-
     schema = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
     shared = {key: value for key, value in (root or {}).items() if key in ("$defs", "definitions")}
     guidance = {"whitespace_pattern": WHITESPACE}
@@ -108,8 +110,14 @@ def constants(schema: Any) -> list[Any] | None:
 
 def any_text(schema: dict[str, Any]) -> str:
     """A regular expression of text as long as a schema allows."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"/(?s:.{{{least},{most}}})/"
+    most = count(schema, "maxLength")
+    return f"/(?s:.{{{count(schema, 'minLength') or 0},{'' if most is None else most}}})/"
+
+
+def count(schema: dict[str, Any], key: str) -> int | None:
+    """A number of things that a schema states; None if it does not."""
+    found = schema.get(key)
+    return found if isinstance(found, int) and found >= 0 else None
 
 
 def _open_ended(schema: dict[str, Any]) -> bool:

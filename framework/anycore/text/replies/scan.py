@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from itertools import groupby
 from typing import TypeVar
 
 from anycore.text.replies.parts import Called, Part, Reader, Said
@@ -65,7 +66,7 @@ class Pass(Reader):
     def _go(self) -> list[Part]:
         next(self._steps, None)
         parts, self.parts = self.parts, []
-        return parts
+        return list(_joined(parts))
 
     # Giving
 
@@ -80,7 +81,7 @@ class Pass(Reader):
         body = text.rstrip(SPACE)
         self._gap = text[len(body) :]
         if body:
-            self._give(Said(body.lstrip(SPACE) if self._called and not self._said else body))
+            self.parts.append(Said(body.lstrip(SPACE) if self._called and not self._said else body))
             self._said, self._called = True, False
 
     def begin(self, name: str) -> None:
@@ -88,14 +89,14 @@ class Pass(Reader):
         self.held = None
         self._gap = ""
         self._called = self.open = True
-        self._give(Called(self.calls, name))
+        self.parts.append(Called(self.calls, name))
         self.calls += 1
         self._keys = set()
 
     def argue(self, text: str) -> None:
         """Give out a piece of the arguments of the call that began last."""
         if text:
-            self._give(Called(self.calls - 1, None, text))
+            self.parts.append(Called(self.calls - 1, None, text))
 
     def argument(self, key: str, value: str) -> None:
         """Give out one argument, as JSON. A key counts once."""
@@ -107,15 +108,6 @@ class Pass(Reader):
         """Give out the end of arguments that were given one by one."""
         self.argue("}" if self._keys else "{}")
         self.open = False
-
-    def _give(self, part: Part) -> None:
-        last = self.parts[-1] if self.parts else None
-        if isinstance(part, Said) and isinstance(last, Said):
-            self.parts[-1] = Said(last.text + part.text)
-        elif isinstance(part, Called) and isinstance(last, Called) and last.index == part.index:
-            self.parts[-1] = Called(last.index, last.name, last.arguments + part.arguments)
-        else:
-            self.parts.append(part)
 
     # Taking
 
@@ -166,8 +158,9 @@ class Pass(Reader):
     def _safe(self, marks: tuple[str, ...]) -> int:
         """Return where the text ends without what may be the beginning of a mark."""
         length = len(self.text)
+        firsts = {mark[0] for mark in marks}
         for start in range(max(self.at, length + 1 - max(map(len, marks))), length):
-            if any(mark.startswith(self.text[start:]) for mark in marks):
+            if self.text[start] in firsts and any(mark.startswith(self.text[start:]) for mark in marks):
                 return start
         return length
 
@@ -227,3 +220,14 @@ class Pass(Reader):
             if not any(text.startswith(rest) for text in texts):
                 return False
             yield
+
+
+def _joined(parts: list[Part]) -> Iterator[Part]:
+    """Make one part of those in a row that belong together."""
+    for _, group in groupby(parts, key=lambda part: part.index if isinstance(part, Called) else None):
+        same = list(group)
+        first = same[0]
+        if isinstance(first, Called):
+            yield Called(first.index, first.name, "".join(part.arguments for part in same if isinstance(part, Called)))
+        else:
+            yield Said("".join(part.text for part in same if isinstance(part, Said)))
