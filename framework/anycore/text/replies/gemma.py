@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -47,6 +48,8 @@ class Gemma4(FunctionGemma):
 
 
 class _Reader(LiteralPass):
+    bare = re.compile(r"[^,\[\]{}]+")  # there are no calls within calls
+
     def __init__(self, form: FunctionGemma, tools: dict[str, Tool]) -> None:
         self.form = form
         self.tools = tools

@@ -24,6 +24,8 @@ class LiteralPass(Pass):
         unescape: makes a string of what stands between quotes. With it a backslash keeps a quote from ending a string.
     """
 
+    bare = BARE  # what a value without quotes is made of
+
     def __init__(self, quotes: Sequence[str], unescape: Callable[[str], str] | None) -> None:
         self.quotes = tuple(quotes)
         self.unescape = unescape
@@ -37,7 +39,7 @@ class LiteralPass(Pass):
             return None if text is None else json.dumps(text, ensure_ascii=False)
         if (yield from self.peek()) in tuple(_CLOSERS):
             return (yield from self._nested(depth))
-        bare = yield from self.run(BARE)
+        bare = yield from self.run(self.bare)
         if not bare.strip(SPACE) or not (yield from self.peek()):
             return None
         return as_json(bare.strip(SPACE), schema, root)
