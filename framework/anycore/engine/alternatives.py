@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from anycore.contract.batch import Sampling
+from anycore.contract.costs import SAMPLED_ROWS
 from anycore.contract.sampling import adjust
 from anycore.engine.beams import Branch
 from anycore.engine.request import Request, SamplingParams, TokenLogprob
 from anycore.engine.sampler import Sampler
-
-ROWS = 64
-"""Rows are taken so many at a time, so that [rows, V] tables stay small."""
 
 
 @dataclass(slots=True)
@@ -98,7 +96,8 @@ def branched(
 
 
 def _parts(rows: list[int]) -> Iterator[list[int]]:
-    return (rows[start : start + ROWS] for start in range(0, len(rows), ROWS))
+    """As many at a time as the memory plan has temporaries for."""
+    return (rows[start : start + SAMPLED_ROWS] for start in range(0, len(rows), SAMPLED_ROWS))
 
 
 def _params(request: Request) -> SamplingParams:
