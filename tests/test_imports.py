@@ -26,7 +26,10 @@ RANKS = "ranks"
 COMMON = {"errors", "config", "__init__"}
 LOADING = {"plugins", "choose", "guard", "capabilities", "evidence"}
 ALLOWED = {
-    CLI: {SIMULATE, BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
+    CLI: {
+        RANKS, SIMULATE, BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT,
+        "ask", "answers", *COMMON, *LOADING,
+    },
     SERVER: {RANKS, "toolbox", TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
     LLM: {RANKS, "chats", "toolbox", TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     "chats": {"toolbox", TEXT, "engine.request", "errors"},
@@ -36,7 +39,7 @@ ALLOWED = {
     MODELS: {CONTRACT, *COMMON},
     CONTRACT: {"errors"},
     BENCH: {MODELS, CONTRACT, "errors"},
-    SIMULATE: {BENCH, "server.routing", ENGINE, MODELS, CONTRACT, "errors"},
+    SIMULATE: {BENCH, "server.routing", ENGINE, MODELS, CONTRACT, "errors", "__init__"},
     BATCH: {SERVER, "config", "errors"},
     TEXT: {"models.spec", "models.source", "models.gguf.header", "engine.request", *COMMON},
     "plugins": {"hookspecs", "guard", CONTRACT, *COMMON},
@@ -57,10 +60,10 @@ KIT = {
 }
 KIT_ALLOWED = {CONTRACT, ENGINE, MODELS, *COMMON, *LOADING}
 FOR_TYPES = {  # further imports that only a type checker sees
-    "plugins": {"engine.request", "models.spec", "text.replies.parts"},
+    "plugins": {"engine.request", "models.spec", "text.replies.parts", "toolbox"},
     "choose": {"plugins"},
     "capabilities": {"plugins"},
-    "hookspecs": {CONTRACT, "engine.request", "models.spec", "text.replies.parts"},
+    "hookspecs": {CONTRACT, "engine.request", "models.spec", "text.replies.parts", "toolbox"},
     "__init__": {LLM, "toolbox", "engine.request", "hookspecs"},
 }
 FOR_PLUGINS = {

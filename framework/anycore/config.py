@@ -307,6 +307,9 @@ class ServerConfig:
     shutdown_timeout: float = setting(30.0, "seconds that running requests get to finish after SIGTERM")
     console: bool = setting(True, "serve the web console at /")
     strict: bool = setting(False, "refuse to start where a setting had to be adjusted; refuse unknown request fields")
+    run_tools: tuple[str, ...] = setting(
+        (), "tools of plugins that the server runs for requests with a tool_config (default: none)"
+    )
     log_prompts: bool = setting(False, "write prompts and outputs to the log")
     allow_request_template: bool = setting(False, "accept a chat_template in requests (templates are programs)")
     log_level: str = setting("info", "how much to log", choices=("debug", "info", "warning", "error"))

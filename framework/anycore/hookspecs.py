@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from anycore.engine.request import RequestRecord
     from anycore.models.spec import Architecture
     from anycore.text.replies.parts import Format
+    from anycore.toolbox import FunctionTool
 
 PROJECT = "anycore"
 
@@ -33,6 +34,12 @@ def register_models() -> list[Architecture]:
 @hookspec
 def register_reply_formats() -> list[Format]:
     """Return formats of tool calls and of reasoning. Those of anycore itself are tried last."""
+    raise NotImplementedError
+
+
+@hookspec
+def register_tools() -> list[FunctionTool]:
+    """Return functions that the server may run for a model, if it was started with --run-tools NAME."""
     raise NotImplementedError
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from anycore.engine.request import RequestRecord
     from anycore.models.spec import Architecture
     from anycore.text.replies.parts import Format
+    from anycore.toolbox import FunctionTool
 
 GROUP = "anycore"
 HOUSE = "anycore"  # the distribution whose plugins are built in: always loaded, and first
@@ -56,6 +57,7 @@ class Plugins:
     hooks: pluggy.PluginManager
     models: tuple[Architecture, ...] = ()
     formats: tuple[Format, ...] = ()  # of tool calls and reasoning
+    tools: tuple[FunctionTool, ...] = ()  # that the server may run
 
     def architectures(self) -> tuple[Architecture, ...]:
         """Return the architectures that plugins add to the built-in ones."""
@@ -99,33 +101,36 @@ def load(entries: Iterable[EntryPoint] | None = None, environ: Mapping[str, str]
     backends: dict[str, BackendSpec] = {}
     models: dict[str, Architecture] = {}
     formats: list[Format] = []
+    tools: dict[str, FunctionTool] = {}
     found = list(entry_points(group=GROUP) if entries is None else entries)
     for entry in _select(found, environ.get("ANYCORE_PLUGINS"), failures):
         origin = _origin(entry)
         try:
-            plugin, specs, architectures, own_formats = guarded(partial(_ask, entry), seconds)
-            hooks.register(plugin, name=f"{entry.name} ({origin})")
+            brought = guarded(partial(_ask, entry), seconds)
+            hooks.register(brought.plugin, name=f"{entry.name} ({origin})")
         except Exception as error:
             log.debug("plugin %s failed", entry.name, exc_info=error)
             failures.append(PluginFailure(entry.name, origin, describe(error), _load_advice(error, origin)))
             continue
-        for spec in specs:
+        for spec in brought.backends:
             failure = _check(spec, backends, origin)
             if failure is not None:
                 failures.append(failure)
                 continue
             backends[spec.name] = replace(spec, distribution=origin, probe=partial(safe_probe, spec.probe, seconds))
-        formats = (
-            [*formats, *own_formats]
-            if entry.dist is None or _distribution(entry) == HOUSE
-            else [*own_formats, *formats]
-        )
-        for model in architectures:
+        formats[:0] = brought.formats  # before those of the house, which came first
+        for tool in brought.tools:
+            if tools.setdefault(tool.name, tool) is not tool:
+                reason = "another plugin brings a tool of this name already, and is kept"
+                failures.append(PluginFailure(tool.name, origin, reason, "Leave one out with ANYCORE_PLUGINS."))
+        for model in brought.models:
             if models.setdefault(model.name, model) is not model:
                 reason = "another plugin brings this architecture already, and is kept"
                 failures.append(PluginFailure(model.name, origin, reason, "Leave one out with ANYCORE_PLUGINS."))
     ranked = sorted(backends.values(), key=lambda spec: -spec.priority)
-    return Plugins(tuple(ranked), tuple(failures), hooks, tuple(models.values()), tuple(formats))
+    return Plugins(
+        tuple(ranked), tuple(failures), hooks, tuple(models.values()), tuple(formats), tuple(tools.values())
+    )
 
 
 def _manager() -> pluggy.PluginManager:
@@ -134,7 +139,18 @@ def _manager() -> pluggy.PluginManager:
     return manager
 
 
-def _ask(entry: EntryPoint) -> tuple[Any, list[BackendSpec], list[Architecture], list[Format]]:
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What one plugin brings."""
+
+    plugin: Any
+    backends: list[BackendSpec]
+    models: list[Architecture]
+    formats: list[Format]
+    tools: list[FunctionTool]
+
+
+def _ask(entry: EntryPoint) -> Brought:
     """Load one entry point and ask for what it brings. Its own manager keeps a late answer away from ours."""
     plugin = entry.load()
     alone = _manager()
@@ -146,8 +162,9 @@ def _ask(entry: EntryPoint) -> tuple[Any, list[BackendSpec], list[Architecture],
             raise TypeError(f"register_backends must return BackendSpec objects, not {type(spec).__name__}")
         if not (isinstance(spec.api, tuple) and len(spec.api) == 2):
             raise TypeError(f"backend {spec.name}: api must be a contract version such as (1, 0), not {spec.api!r}")
-    models, formats = alone.hook.register_models(), alone.hook.register_reply_formats()
-    return plugin, specs, [item for items in models for item in items], [item for items in formats for item in items]
+    others = (alone.hook.register_models, alone.hook.register_reply_formats, alone.hook.register_tools)
+    models, formats, tools = ([item for items in ask() for item in items] for ask in others)
+    return Brought(plugin, specs, models, formats, tools)
 
 
 def _check(spec: BackendSpec, known: Mapping[str, BackendSpec], origin: str) -> PluginFailure | None:

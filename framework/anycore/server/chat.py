@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import replace
-
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from anycore.contract.declare import Task
-from anycore.errors import BadRequest
 from anycore.server.bodies import JsonRoute
 from anycore.server.chat_reply import ChatReply
-from anycore.server.door import Call, Caller, State, admit, reply_id
-from anycore.server.generation import Generation, Prompt, settings_of
-from anycore.server.prompts import chat_options, cut_options
+from anycore.server.conversation import begin
+from anycore.server.door import Caller, State, admit, reply_id
 from anycore.server.protocol import responses
 from anycore.server.protocol_generate import ChatBody
 from anycore.server.protocol_replies import ChatCompletion
-from anycore.server.sampling import asked_tokens, check_body, sampling_of
 from anycore.server.scopes import INFER
 from anycore.server.sse import EventStream, first_of, json_response, unless_gone
-from anycore.server.state import ServedModel
-from anycore.server.structured import answer_of, made
-from anycore.text.replies.form import Form, Wanted
-from anycore.text.replies.offer import Offered, offered
+from anycore.server.turns import all_turns
 
 router = APIRouter(tags=["generate"], route_class=JsonRoute, dependencies=[INFER])
 
@@ -34,66 +24,11 @@ router = APIRouter(tags=["generate"], route_class=JsonRoute, dependencies=[INFER
 async def chat_completions(request: Request, body: ChatBody, state: State, caller: Caller) -> Response:
     """Answer a conversation; with `stream`, as server-sent events whose data are `chat.completion.chunk` objects."""
     model = admit(state, body, body.model, Task.GENERATE)
+    if body.tool_config is not None:
+        turns = await unless_gone(request.receive, all_turns(body, model, caller, state))
+        return json_response(turns.written(reply_id(request, body.request_id)))
     generation, form = await begin(body, model, caller, loud=state.config.log_prompts)
     reply = ChatReply(body, model, generation, form, reply_id(request, body.request_id))
     if body.stream:
         return EventStream(reply.events(await first_of(request, generation.chunks())))
     return json_response(reply.whole(await unless_gone(request.receive, generation.whole())))
-
-
-async def begin(body: ChatBody, model: ServedModel, caller: Call, *, loud: bool = False) -> tuple[Generation, Form]:
-    """Check and render a conversation; return what generates its replies and what reads them.
-
-    Raises:
-        BadRequest: a field is wrong, or what the reply is to be like cannot be held to.
-    """
-    _check(body)
-    asked = asked_tokens(body)
-    offer, answer = offered(body.tools, body.tool_choice, model.formats), answer_of(body)
-    options = {**chat_options(body), **cut_options(body), "tools": offer.shown}
-    rendered = await asyncio.to_thread(model.renderer.chat, body.messages, **options)
-    form = await _form(body, model, offer, answer, rendered.text)
-    defaults = model.sampling_defaults.values
-    sampling = sampling_of(
-        body,
-        defaults,
-        model.renderer.tokenizer,
-        model.spec.vocab_size,
-        max_tokens=caller.account.limit_output(asked, defaults.get("max_tokens")),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=body.prompt_logprobs,
-        grammar=form.grammar,
-    )
-    generation = Generation(
-        model,
-        [Prompt(rendered.token_ids, rendered.text)],
-        sampling,
-        settings_of("chat", priority=body.priority, cache_salt=body.cache_salt, tenant=caller.account.tenant),
-        caller,
-        asked=asked is not None,
-        interval=body.stream_interval,
-        loud=loud,
-        kept=form.kept,
-    )
-    return generation, form
-
-
-async def _form(
-    body: ChatBody, model: ServedModel, offer: Offered, answer: Callable[[], str] | None, prompt: str
-) -> Form:
-    """Return the form of the reply to a rendered prompt; grammars are made on threads of their own."""
-    wanted = Wanted(offer.tools, offer.forced, body.parallel_tool_calls, budget=body.thinking_token_budget)
-    if answer is None and not wanted.held and wanted.budget is None:
-        return model.formats.form(wanted, prompt)
-
-    def make() -> Form:
-        return model.formats.form(wanted if answer is None else replace(wanted, answer=answer()), prompt)
-
-    return await made(make)
-
-
-def _check(body: ChatBody) -> None:
-    """Refuse combinations of fields that contradict each other."""
-    check_body(body)
-    if body.top_logprobs and not body.logprobs:
-        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")

@@ -27,6 +27,7 @@ from anycore.server.replicas import Replicas, parts_of
 from anycore.server.slot import Engine, Slot
 from anycore.server.state import Reading, ServedModel, ServerState, read
 from anycore.server.tls import Certificate
+from anycore.server.turns import check_tools
 
 DEAD_SECONDS = 3.0  # from an engine's death to the end of the server: probes see it, other models finish what they can
 POLL_SECONDS = 0.02
@@ -207,6 +208,7 @@ class Server:
             await self.fronts.start()
         plans = asyncio.gather(*(slot.plan() for slot in self.slots))
         self.state.plugins = await aside(plugins.load)
+        check_tools(self.config.run_tools, self.state.plugins)
         await plans
         attached = [] if self.fronts is None else [self.fronts.attach(self._front_boot(listener))]
         await asyncio.gather(*(slot.load() for slot in self.slots), *attached)

@@ -159,6 +159,12 @@ class GenerateBody(Body):
     return_tokens_as_token_ids: bool = False
 
 
+class ToolConfigBody(Body):
+    tools: list[str] | None = Field(None, description="which of the server's tools (default: all)")
+    max_tool_calls: int = Field(16, ge=0, le=1024)
+    tool_timeout: float = Field(30.0, gt=0, le=3600, description="seconds for one call")
+
+
 class ChatBody(GenerateBody):
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID)
@@ -182,6 +188,9 @@ class ChatBody(GenerateBody):
         None, description="none, auto (default with tools), required, or an object that names a function"
     )
     parallel_tool_calls: bool = Field(True, description="whether a reply may have several calls")
+    tool_config: ToolConfigBody | None = Field(
+        None, description="let the server run its own tools (--run-tools) until the model answers without calling any"
+    )
 
 
 def chat_body(fields: dict[str, Any]) -> ChatBody:

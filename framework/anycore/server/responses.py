@@ -13,7 +13,7 @@ from anycore.contract.declare import Task
 from anycore.errors import AnycoreError
 from anycore.server.blocks import Block, Blocks, Change, Event, Kind
 from anycore.server.bodies import JsonRoute
-from anycore.server.chat import begin
+from anycore.server.conversation import begin
 from anycore.server.door import Caller, State, admit, here, reply_id
 from anycore.server.generation import Chunk, Generation
 from anycore.server.protocol import responses
