@@ -12,6 +12,7 @@ from anycore.contract.declare import BackendSpec, Device, Need, Probe, Support, 
 from anycore.engine.launch import needs_of, prefer_native, task_of
 from anycore.engine.tasks import check_length
 from anycore.errors import ConfigError, PluginError, TaskNotSupported, Unsupported
+from anycore.models.parallel import shard
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
 from anycore.plugins import Plugins
@@ -32,6 +33,7 @@ class Question:
     max_model_len: int | None = None
     prefix_caching: bool = True
     revision: str | None = None
+    tensor_parallel_size: int = 1
 
     def config(self) -> ModelConfig:
         """The settings that `serve` would get."""
@@ -44,6 +46,7 @@ class Question:
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.prefix_caching,
             revision=self.revision,
+            tensor_parallel_size=self.tensor_parallel_size,
         )
 
 
@@ -110,6 +113,7 @@ def answer(question: Question, plugins: Plugins, model: Model) -> Answer:
         if question.max_model_len is not None:
             check_length(question.max_model_len, model.spec)
         task = task_of(question.config(), model.spec)
+        shard(model.spec, 0, question.tensor_parallel_size)
     except (ConfigError, TaskNotSupported) as error:
         return replace(here, reasons=(("model", error.message),))
     chip = device.chip if device else question.chip

@@ -19,7 +19,9 @@ from anycore.cli.settings import given
 from anycore.config import ModelConfig
 from anycore.contract.declare import FEATURES
 
-FLAGS = ("task", "backend", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "revision")
+FLAGS = (
+    "task", "backend", "dtype", "quantization", "kv_cache_dtype", "max_model_len", "revision", "tensor_parallel_size",
+)  # fmt: skip
 """Settings of a model that matter to the answer."""
 
 

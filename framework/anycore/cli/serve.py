@@ -15,6 +15,7 @@ from anycore.cli.flags import Once, Parser, add_flags
 from anycore.cli.progress import show_progress
 from anycore.cli.settings import gather
 from anycore.config import ModelConfig, ServerConfig, shown
+from anycore.ranks import follower, meeting
 from anycore.server import logs
 from anycore.server.run import check_names, serve
 
@@ -48,6 +49,9 @@ def run(options: argparse.Namespace) -> int:
         report = dry_run.effective(settings, plugins.load())
         print(json.dumps(report, indent=2) if options.json else "\n".join(dry_run.text(report)))
         return 0
+    met = meeting.from_environment()
+    if met is not None and met.rank > 0 and any(model.tensor_parallel_size > 1 for model in settings.models):
+        return follower.main(met)  # torchrun starts the same command for every rank, of which the first one serves
     logs.of_server(settings.server, settings.server.api_key)
     log.info("server: %s", shown(settings.server) or "defaults")
     for model in settings.models:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from anycore.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -43,8 +41,8 @@ class Collective:
         """The smallest of each number over ranks, on the host."""
         return numbers
 
-    def close(self) -> None:
-        """Leave the group."""
+    def close(self, lost: bool = False) -> None:
+        """Leave the group. `lost`: a rank is gone, and what a device waits for may never come."""
 
 
 ALONE = Collective()
@@ -66,11 +64,6 @@ class Group(Collective):
         """
         import torch.distributed as dist
 
-        if dist.is_initialized():
-            raise ConfigError(
-                "this process belongs to a group of torch.distributed already: one model of several ranks at a time",
-                param="tensor_parallel_size",
-            )
         self.rank, self.size = rank, size
         self.device = device
         self._dist = dist
@@ -94,8 +87,8 @@ class Group(Collective):
         self._dist.all_reduce(x, self._dist.ReduceOp.MIN)
         return [int(number) for number in x.tolist()]
 
-    def close(self) -> None:
-        if self._dist.is_initialized():
+    def close(self, lost: bool = False) -> None:
+        if self._dist.is_initialized() and not (lost and self.device.type != "cpu"):
             self._dist.destroy_process_group()
 
 

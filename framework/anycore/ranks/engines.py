@@ -19,7 +19,7 @@ from anycore.engine.grammar import Grammars, GrammarState
 from anycore.engine.request import Delta, NewRequest
 from anycore.engine.searches import Texts
 from anycore.errors import AnycoreError
-from anycore.ranks.messages import Abort, Add, Compiled, Event, Forget, Told, Turn
+from anycore.ranks.messages import Abort, Add, Compiled, End, Event, Forget, Told, Turn
 
 
 class Teller(Protocol):
@@ -27,6 +27,7 @@ class Teller(Protocol):
 
     def tell(self, message: Told) -> None: ...
     def check(self, error: Exception | None = None) -> None: ...
+    def close(self) -> None: ...
 
 
 class Listener(Protocol):
@@ -67,6 +68,11 @@ class LeadingEngine(RankEngine):
     def lead(self, group: Teller) -> None:
         """Tell the group what this engine does from now on."""
         self._group = group
+
+    def close(self) -> None:
+        """End the other ranks, and with them this engine."""
+        if self._group is not None:
+            self._group.close()
 
     def add(self, new: NewRequest) -> None:
         if self._group is None:
@@ -121,10 +127,9 @@ class FollowingEngine(RankEngine):
         self._link: Listener | None = None
 
     def follow(self, link: Listener) -> None:
-        """Do what the first rank does, forever."""
+        """Do what the first rank does, until it is done."""
         self._link = link
-        while True:
-            turn = link.receive()
+        while not isinstance(turn := link.receive(), End):
             assert isinstance(turn, Turn), turn
             for event in turn.events:
                 self._take(event)

@@ -50,6 +50,7 @@ def main(met: Meeting | None) -> int:
     link = Link(boot.turns, boot.rank)
     try:
         run(boot, link, store, met.on_host if met is not None else None)
+        link.close()
         return 0
     except AnycoreError as error:
         link.answer(Failed(boot.rank, error.message, error.param, error.code))

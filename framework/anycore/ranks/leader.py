@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from anycore.engine.launch import Prepared, build
-from anycore.errors import AnycoreError, Unavailable
+from anycore.errors import AnycoreError, ConfigError, Unavailable
 from anycore.models.source import Progress
 from anycore.ranks import meeting
 from anycore.ranks.engines import LeadingEngine
 from anycore.ranks.links import Hub
-from anycore.ranks.messages import BOOT, Boot, Failed, Go, Here, Told
+from anycore.ranks.messages import BOOT, Boot, End, Failed, Go, Here, Told
 from anycore.ranks.watch import SILENCE, Watch
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def open_model(
     """
     if prepared.spec.shard is None:
         return build(prepared, progress, at_least)
+    check_free()
     ranks = Ranks(prepared, home)
     try:
         engine = build(prepared, progress, at_least, join=ranks.join, kind=LeadingEngine)
@@ -90,6 +91,7 @@ class Ranks:
         self._met = meeting.announced(self.size)
         self._folder = Path(tempfile.mkdtemp(prefix="anycore-ranks-"))
         self._failed: Failed | None = None
+        self._closed = False
         self._backend: Backend | None = None
         where = self._met.address if self._met is not None else f"ipc://{self._folder}"
         processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -149,6 +151,8 @@ class Ranks:
         Raises:
             Unavailable: a rank is lost.
         """
+        if self._closed:
+            raise Unavailable("this model was closed", code="engine_dead") from error
         if error is None and not self.watch.failure:
             return
         found = self.reason(0.0 if error is None else 1.0)
@@ -170,12 +174,28 @@ class Ranks:
         return None
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self.hub.tell(End())
         self.watch.close()
         self.hub.close()
-        if self._backend is not None and not self.watch.failure:
-            self._backend.ops.group.close()
+        if self._backend is not None:
+            self._backend.ops.group.close(lost=bool(self.watch.failure))
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def check_free() -> None:
+    """Raise ConfigError if this process is a rank of something already."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process belongs to a group of torch.distributed already: it can hold one model of several ranks at "
+            "a time (its engine has a `close`)",
+            param="tensor_parallel_size",
+        )
 
 
 def start(boot: Boot) -> subprocess.Popen[bytes]:

@@ -7,7 +7,7 @@ import zmq
 from anycore.ranks import messages
 from anycore.ranks.messages import Answer, Told
 
-LINGER_MS = 1000  # how long last words may take to leave
+LINGER_MS = 500  # how long last words may take to leave
 
 
 class Hub:
@@ -18,7 +18,7 @@ class Hub:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)
-        self._socket.linger = 0
+        self._socket.linger = LINGER_MS
         self._socket.bind(address)
         self.address = self._socket.last_endpoint.decode()
         self._names = [name_of(rank) for rank in range(1, size)]
@@ -36,8 +36,7 @@ class Hub:
         return messages.decode_answer(data)
 
     def close(self) -> None:
-        self._socket.close()
-        self._context.term()
+        self._context.destroy(linger=LINGER_MS)
 
 
 class Link:

@@ -28,6 +28,7 @@ class Meeting:
     host: str
     port: int
     kept_by_agent: bool  # the launcher keeps the store; else the first rank does
+    attempt: str = "0"  # the launcher's: what was written before a restart is not for this one
 
     @property
     def address(self) -> str:
@@ -40,7 +41,7 @@ class Meeting:
 
         keeps = self.rank == 0 and not self.kept_by_agent
         kept = TCPStore(self.host, self.port, self.size, keeps, PATIENCE, wait_for_workers=False)
-        return PrefixStore("anycore", kept)
+        return PrefixStore(f"anycore/{self.attempt}", kept)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Meeting | None:
@@ -56,7 +57,8 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Meeting | None:
         raise ConfigError(f"RANK and WORLD_SIZE are set, as by torchrun, but not {', '.join(missing)}")
     rank, size, on_host = (int(environ[name]) for name in VARIABLES[:3])
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Meeting(rank, size, on_host, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), agent)
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Meeting(rank, size, on_host, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), agent, attempt)
 
 
 def announced(size: int) -> Meeting | None:

@@ -45,6 +45,10 @@ class Go(msgspec.Struct, tag="go"):
     """All are here: join the group, and load."""
 
 
+class End(msgspec.Struct, tag="end"):
+    """The first rank is done."""
+
+
 class Add(msgspec.Struct, tag="add"):
     """A request was admitted, and when by the first rank's clock."""
 
@@ -78,7 +82,7 @@ class Compiled(msgspec.Struct, tag="compiled"):
     failed: list[tuple[str, str, str | None]] = []
 
 
-Told = Go | Turn | Compiled
+Told = Go | Turn | Compiled | End
 Answer = Here | Failed
 
 _encoder = msgspec.msgpack.Encoder()
