@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from datetime import datetime, timezone
 
 from anycore import __version__, plugins
@@ -95,45 +94,21 @@ def whole_steps(config: ModelConfig, seconds: float) -> int:
     """Time steps of a loaded engine."""
     from anycore.engine.defaults import sampling_defaults
     from anycore.engine.launch import build, prepare
-    from anycore.simulate import measured
 
     prepared = prepare(config, plugins.load())
     engine = build(prepared)
     import msgspec
-    import torch
 
     from anycore.engine.request import SamplingParams
-    from anycore.simulate.measure import Meter
+    from anycore.simulate.measure import Meter, record
 
     file = prepared.source.read_json("generation_config.json")
     defaults = sampling_defaults(file, config.override_generation_config, config.generation_config).values
     sampling = SamplingParams(**(defaults | {"max_tokens": None, "ignore_eos": True}))  # as servers sample by default
     with show_progress() as progress:
         steps = Meter(engine, sampling, seconds).run(lambda done, of: progress("measure steps", done / of))
-    backend, wish = engine.runner.backend, prepared.wish
-    device = prepared.choice.device
-    found = measured.StepTimes(
-        format=measured.FORMAT,
-        anycore=__version__,
-        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        model=config.model,
-        architecture=prepared.spec.architecture,
-        shape=measured.shape_of(prepared.spec),
-        backend=backend.name,
-        device=device.name,
-        chip=device.chip,
-        ranks=config.tensor_parallel_size,
-        threads=torch.get_num_threads(),
-        dtype=wish.dtype,
-        quantization=wish.quantization.scheme if wish.quantization else None,
-        kv_cache_dtype=wish.kv_cache,
-        overlap=backend.overlap,
-        limits=asdict(engine.limits),
-        sampling={name: value for name, value in msgspec.to_builtins(sampling).items() if value},
-        steps=steps,
-    )
-    print(msgspec.json.encode(found).decode())
-    backend.close()
+    print(msgspec.json.encode(record(prepared, engine, sampling, steps)).decode())
+    engine.runner.backend.close()
     return 0
 
 

@@ -136,7 +136,6 @@ class VirtualEngine:
             else:
                 scheduler.add(sequence, now)
         self._inbox.clear()
-        self.seen.waiting_most = max(self.seen.waiting_most, len(scheduler.waiting))
         return refused
 
     def _launch(self, step: Step, now: float) -> None:
@@ -152,8 +151,8 @@ class VirtualEngine:
         seen.busy += seconds
         seen.kv += used * seconds
         seen.running += len(self.scheduler.running) * seconds
-        if used > seen.kv_most:
-            seen.kv_most = used
+        seen.kv_most = max(seen.kv_most, used)
+        seen.waiting_most = max(seen.waiting_most, len(self.scheduler.waiting))
 
     def _commit(self, step: Step, now: float) -> list[Sequence]:
         """Take a step's tokens. This loop runs for every token: it stays short."""

@@ -11,18 +11,24 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from itertools import count
 from typing import Any
 
+import msgspec
+import torch
+
+from anycore import __version__
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import root_hash
 from anycore.engine.engine import Engine
+from anycore.engine.launch import Prepared
 from anycore.engine.request import NewRequest, SamplingParams
 from anycore.engine.scheduler import Step
 from anycore.errors import ConfigError
-from anycore.simulate.measured import Measured
+from anycore.simulate.measured import FORMAT, Measured, StepTimes, shape_of
 
 LEAST, MOST, MOST_PROMPTS = 3, 32, 10
 """Times that each kind of step is run, as the seconds for it allow; most for steps with prompts."""
@@ -72,10 +78,12 @@ class Watched:
 class Meter:
     """Drives one engine, which nobody else uses meanwhile.
 
-    `seconds` is how long each kind of step is run, three times at least.
+    `seconds` is how long each kind of step is run, three times at least, by `clock`.
     """
 
-    def __init__(self, engine: Engine, sampling: SamplingParams, seconds: float) -> None:
+    def __init__(
+        self, engine: Engine, sampling: SamplingParams, seconds: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         if engine.task is not Task.GENERATE or engine.pool is None or not engine.pool.caching:
             raise ConfigError(
                 "steps are measured of models that generate, with --enable-prefix-caching",
@@ -89,6 +97,7 @@ class Meter:
         self._last = 0.0  # when the last results came
         self._names = count()
         self._rng = random.Random(0)
+        self._clock = clock
         self._found: dict[tuple[Scene, int, Chunks], list[tuple[int, float]]] = {}
 
     def run(self, progress: Progress = lambda done, of: None) -> list[Measured]:
@@ -205,9 +214,9 @@ class Meter:
         A step begins with the turn that launches it, or when the one before it is done if that is later.
         """
         runner = self._runner
-        runner.began = time.perf_counter()
+        runner.began = self._clock()
         self.engine.step()
-        now = time.perf_counter()
+        now = self._clock()
         done = [(shape, now - max(began, self._last)) for shape, began in runner.done]
         if done:
             self._last = now
@@ -256,3 +265,28 @@ def doubling(first: int, last: int, times: int = 2) -> Sequence[int]:
     while found[-1] * times < last:
         found.append(found[-1] * times)
     return found if found[-1] == last else [*found, last]
+
+
+def record(prepared: Prepared, engine: Engine, sampling: SamplingParams, steps: list[Measured]) -> StepTimes:
+    """Steps, with what they were measured on."""
+    backend, wish, device = engine.runner.backend, prepared.wish, prepared.choice.device
+    return StepTimes(
+        format=FORMAT,
+        anycore=__version__,
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        model=prepared.config.model,
+        architecture=prepared.spec.architecture,
+        shape=shape_of(prepared.spec),
+        backend=backend.name,
+        device=device.name,
+        chip=device.chip,
+        ranks=prepared.config.tensor_parallel_size,
+        threads=torch.get_num_threads(),
+        dtype=wish.dtype,
+        quantization=wish.quantization.scheme if wish.quantization else None,
+        kv_cache_dtype=wish.kv_cache,
+        overlap=backend.overlap,
+        limits=asdict(engine.limits),
+        sampling={name: value for name, value in msgspec.to_builtins(sampling).items() if value},
+        steps=steps,
+    )

@@ -120,7 +120,8 @@ def positive(columns: Vector, wanted: Vector) -> Vector:
             x = x + share * (trial - x)
             active &= x > 1e-15
         x = trial
-    return x / scale
+    found: Vector = x / scale
+    return found
 
 
 # --- step times ---------------------------------------------------------------------------------------------------
