@@ -19,7 +19,9 @@ HEAD_DIMS = (128, 64, 16, 32, 80, 96, 112)  # below 64 or 128 the cache holds ze
 BLOCK_SIZES = (128,)  # others are slower, refused, or wrong without a word, depending on CANN and chip
 DTYPES = ("bfloat16", "float16", "float32")
 SCHEMES = ("w8a8", "w4a16")  # beside halves; CANN multiplies nothing quantised by float32
-PAGED = ("chunked_prefill", "prefix_caching", "sliding_window", "logprobs", "token_types", "tensor_parallel")
+PAGED = (
+    *("chunked_prefill", "prefix_caching", "sliding_window", "logprobs", "grammars", "token_types", "tensor_parallel"),
+)
 ENCODERS = ("sliding_window", "softcap", "token_types", "tensor_parallel")
 
 IN_TORCH = "float32, soft caps and other head sizes: attention in plain torch on the device, no graphs"

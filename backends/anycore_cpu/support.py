@@ -28,6 +28,7 @@ CAUSAL = Support(
         "sliding_window",
         "softcap",
         "logprobs",
+        "grammars",
         "token_types",
         "tensor_parallel",
     ),

@@ -55,6 +55,7 @@ CAUSAL = Support(
         "sliding_window",
         "softcap",
         "logprobs",
+        "grammars",
         "token_types",
         "tensor_parallel",
     ),

@@ -24,7 +24,7 @@ CONTRACT_VERSION = (1, 1)
 1.0 is the first. 1.1 added `Backend.load_model`, for backends that run whole models; quantised weights in `Ops.pack`
 and the `schemes` and `tables` that say what becomes of them; rounded KV caches (`kv_caches`, `KVSpec.rounded`);
 `Memory.held`, and what plans and evidence need of a `BackendSpec`: `known`, `runtime`, `workspace`, `graphs` and
-`evidence`; `Backend.join` and the feature "tensor_parallel".
+`evidence`; `Backend.join` and the features "tensor_parallel" and "grammars".
 """
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -36,6 +36,7 @@ FEATURES = {
     "sliding_window": "layers that attend to the last W positions only",
     "softcap": "attention scores bounded by cap * tanh(score / cap)",
     "logprobs": "log-probabilities of sampled, alternative and prompt tokens",
+    "grammars": "outputs held to schemas, expressions and grammars: masks over the vocabulary, before sampling",
     "token_types": "segment ids of BERT-like encoders",
     "tensor_parallel": "a model's matrices are divided among several processes, each with a device of its own",
 }

@@ -24,6 +24,7 @@ import torch
 from anycore.contract import check_cache, checks, endtoend, endtoend_cache, endtoend_faults, endtoend_weights
 from anycore.contract.backend import Backend, KVSpec
 from anycore.contract.check_graphs import check_optimized
+from anycore.contract.check_masks import check_masked
 from anycore.contract.check_weights import check_quantised
 from anycore.contract.checks import AttentionCase
 from anycore.contract.declare import CONTRACT_VERSION, DTYPES, FEATURES, BackendSpec, Level, Support, Task
@@ -225,6 +226,7 @@ class BackendConformance:
     def test_sampling(self, device: Backend) -> None:
         checks.check_sampling(device)
         checks.check_edits(device)
+        check_masked(device)
 
     def test_results_are_written_whole(self, device: Backend, dtype: str) -> None:
         """Where memory that nobody has written to holds NaN, results are what they are elsewhere."""

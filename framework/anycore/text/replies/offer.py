@@ -100,14 +100,13 @@ def _chosen(choice: str | dict[str, Any], names: list[str]) -> tuple[set[str], b
             f"tool_choice must be none, auto, required or an object that names a function, not {_short(choice)}",
             param="tool_choice",
         )
-    unknown = [name for name in wanted if name not in names]
-    if unknown or not wanted:
+    chosen = {name for name in wanted if name in names}
+    if len(chosen) < len(wanted) or not wanted:
+        unknown = next((name for name in wanted if name not in names), None)
         raise BadRequest(
-            f"tool_choice names {_short(unknown[0] if unknown else None)}, which is not among tools: "
-            f"{', '.join(names)}",
-            param="tool_choice",
+            f"tool_choice names {_short(unknown)}, which is not among tools: {', '.join(names)}", param="tool_choice"
         )
-    return wanted, forced
+    return chosen, forced
 
 
 def _name(tool: Any) -> Any:
