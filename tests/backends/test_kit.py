@@ -15,6 +15,7 @@ from anycore.contract import checks, reference, sampling
 from anycore.contract.backend import Backend, KVSpec, Limits, Memory, StepFn, StepOutput, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.check_graphs import check_optimized
+from anycore.contract.check_masks import check_masked
 from anycore.contract.checks import AttentionCase
 from anycore.contract.ops import Ops
 from anycore_cpu.backend import CpuBackend
@@ -405,6 +406,29 @@ def test_kit_catches_wrong_edits(sample: Callable[..., Samples]) -> None:
     checks.check_edits(backend_of(Ops()))
     with pytest.raises(AssertionError):
         checks.check_edits(backend_of(mutated(sample=sample)))
+
+
+def forgets_masks(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
+    return sampling.sample(logits, replace(params, masked=None))
+
+
+def masks_the_wrong_rows(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
+    assert params.masked is not None
+    rows, words = params.masked
+    return sampling.sample(logits, replace(params, masked=(rows.flip(0), words)))
+
+
+def forgets_the_highest_bit(ops: Ops, logits: Tensor, params: Sampling) -> Samples:
+    assert params.masked is not None
+    rows, words = params.masked
+    return sampling.sample(logits, replace(params, masked=(rows, words & 0x7FFFFFFF)))
+
+
+@pytest.mark.parametrize("sample", [forgets_masks, masks_the_wrong_rows, forgets_the_highest_bit])
+def test_kit_catches_wrong_masks(sample: Callable[..., Samples]) -> None:
+    check_masked(backend_of(Ops()))
+    with pytest.raises(AssertionError):
+        check_masked(backend_of(mutated(sample=sample)))
 
 
 @pytest.mark.parametrize("sample", [top_k_of(1), never_broken, forgets_bans])
