@@ -25,11 +25,9 @@ BENCH, BATCH, SIMULATE = "bench", "batch", "simulate"
 RANKS = "ranks"
 COMMON = {"errors", "config", "__init__"}
 LOADING = {"plugins", "choose", "guard", "capabilities", "evidence"}
+ASKING = {"ask", "answers"}
 ALLOWED = {
-    CLI: {
-        RANKS, SIMULATE, BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT,
-        "ask", "answers", *COMMON, *LOADING,
-    },
+    CLI: {RANKS, SIMULATE, BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, *ASKING, *COMMON, *LOADING},
     SERVER: {RANKS, "toolbox", TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
     LLM: {RANKS, "chats", "toolbox", TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     "chats": {"toolbox", TEXT, "engine.request", "errors"},

@@ -18,7 +18,7 @@ from anycore.contract.rounded import TYPES, RoundedCache
 from anycore.contract.sizes import KVSpec, Limits
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = [
     "Backend",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 PATIENCE = timedelta(minutes=30)
 """For one exchange. A rank that is dead or hung is found long before, by whoever watches the processes."""
@@ -68,7 +68,7 @@ class Group(Collective):
         self.device = device
         self._dist = dist
         self._gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
-        bound = {} if device.type == "cpu" else {"device_id": device}
+        bound: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
         with loopback() if one_host else unchanged():
             dist.init_process_group(kind, store=store, rank=rank, world_size=size, timeout=PATIENCE, **bound)
 

@@ -23,9 +23,7 @@ def cut_out(entry: Entry, cut: Cut, kept: bool, name: str) -> Entry:
     if not isinstance(entry, Ordered):
         return part_of(entry, cut, name)
     if cut.dim == 0:
-        weight = part_of(entry.weight, cut, name)
-        assert not isinstance(weight, Ordered)
-        return replace(entry, weight=weight)
+        return replace(entry, weight=part_of(entry.weight, cut, name))
     if kept:
         raise Unsupported(
             f"{name} has its columns in the order of activations (g_idx), which cannot be divided among ranks: "

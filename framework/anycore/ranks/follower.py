@@ -24,7 +24,7 @@ from anycore.ranks.messages import BOOT, Boot, Failed, Go, Here
 from anycore.ranks.watch import Pulse
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
     from anycore.contract.backend import Backend
 

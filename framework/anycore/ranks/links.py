@@ -20,7 +20,7 @@ class Hub:
         self._socket.set_hwm(0)
         self._socket.linger = LINGER_MS
         self._socket.bind(address)
-        self.address = self._socket.last_endpoint.decode()
+        self.address = endpoint_of(self._socket)
         self._names = [name_of(rank) for rank in range(1, size)]
 
     def tell(self, message: Told) -> None:
@@ -61,6 +61,13 @@ class Link:
         """Let what was answered leave."""
         self._socket.close()
         self._context.term()
+
+
+def endpoint_of(socket: zmq.Socket[bytes]) -> str:
+    """Where a socket was bound, its port included."""
+    found = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(found, bytes)
+    return found.rstrip(b"\0").decode()
 
 
 def name_of(rank: int) -> bytes:

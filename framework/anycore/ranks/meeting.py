@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from anycore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 PATIENCE = timedelta(minutes=10)
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -37,7 +37,7 @@ class Meeting:
 
     def store(self) -> Store:
         """What all ranks read and write. The first rank's has to live as long as the group."""
-        from torch.distributed import PrefixStore, TCPStore
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
         keeps = self.rank == 0 and not self.kept_by_agent
         kept = TCPStore(self.host, self.port, self.size, keeps, PATIENCE, wait_for_workers=False)
@@ -78,6 +78,6 @@ def announced(size: int) -> Meeting | None:
 
 
 def file_store(path: str, size: int) -> Store:
-    from torch.distributed import FileStore
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     return FileStore(path, size)

@@ -15,7 +15,7 @@ from subprocess import Popen
 
 import zmq
 
-from anycore.ranks.links import name_of
+from anycore.ranks.links import endpoint_of, name_of
 
 BEAT = 0.4  # seconds between two signs of life
 SILENCE = 3.0  # seconds without any from a rank that serves
@@ -56,7 +56,7 @@ class Watch:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.bind(address)
-        self.address = self._socket.last_endpoint.decode()
+        self.address = endpoint_of(self._socket)
         self._thread = threading.Thread(target=self._run, name="ranks-watch", daemon=True)
 
     def start(self) -> None:
