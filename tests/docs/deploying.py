@@ -7,18 +7,28 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from docs.pages import ROOT
 
 FOLDER = ROOT / "docs" / "deploy"
 KINDS = ("cpu", "cuda", "ascend")
 CHART = FOLDER / "helm" / "anycore"
+VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 ROLES = {"HOME", "PATH", "HF_HOME", "HF_HUB_OFFLINE", "TRITON_CACHE_DIR", "XDG_RUNTIME_DIR"}
 ROLES |= {"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
 """Variables that files may set although anycore does not list them: other programs read them."""
+
+
+def tool(name: str) -> bool:
+    return shutil.which(name) is not None
+
+
+needs_helm = pytest.mark.skipif(not tool("helm"), reason="no helm: see ci/deploy_tools")
 
 
 def dockerfile(kind: str) -> list[tuple[str, str]]:
@@ -76,5 +86,11 @@ def render(*words: str | Path) -> dict[str, dict[str, Any]]:
     return {found["kind"]: found for found in objects if not found["metadata"]["name"].endswith("-dashboard")}
 
 
-def tool(name: str) -> bool:
-    return shutil.which(name) is not None
+def leaves(values: dict[str, Any], place: str = "") -> Iterator[str]:
+    """Names of values, as templates spell them; maps that are handed on whole are one."""
+    for name, value in values.items():
+        nested = isinstance(value, dict) and place + name not in ("config", "strategy", "resources")
+        if nested and value and "labels" not in name:
+            yield from leaves(value, f"{place}{name}.")
+        else:
+            yield place + name

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from docs.deploying import CHART, FOLDER, entry_point, helm, last, render, tool, variables
+from docs.deploying import CHART, FOLDER, VALUES, entry_point, helm, last, leaves, needs_helm, render, variables
 from docs.pages import ROOT
 
 from anycore.cli.main import parser_of
@@ -19,8 +18,6 @@ from anycore.cli.settings import read_file
 from anycore.server.auth import OPEN_ROUTES
 from anycore.server.series import samples
 
-needs_helm = pytest.mark.skipif(not tool("helm"), reason="no helm: see ci/deploy_tools")
-VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SERIES = {name.replace(":", "_"): name for name in samples()}
 ALL: dict[str, Any] = {
     "replicas": 2,
@@ -62,15 +59,6 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("values") / "all.yaml"
     path.write_text(yaml.safe_dump(ALL))
     return path
-
-
-def leaves(values: dict[str, Any], place: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        nested = isinstance(value, dict) and place + name not in ("config", "strategy", "resources")
-        if nested and value and "labels" not in name:
-            yield from leaves(value, f"{place}{name}.")
-        else:
-            yield place + name
 
 
 def test_every_value_is_used_and_described() -> None:
