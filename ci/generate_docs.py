@@ -43,6 +43,7 @@ from anycore.server.gate import MAX_DEPTH, MAX_HEADERS
 from anycore.server.http import MAX_HEADER_BYTES
 from anycore.server.protocol_messages import MAX_MESSAGES
 from anycore.server.series import GROUPS, MODEL, PREFIX
+from anycore.text.replies.formats import REASONING_FORMATS, TOOL_FORMATS
 from anycore_ascend.versions import RELEASES
 
 ROOT = Path(__file__).parent.parent
@@ -117,6 +118,20 @@ def hooks() -> str:
             signature = str(inspect.signature(function)).replace("'", "")
             out.append(f"## {name}\n\n```python\ndef {name}{signature}: ...\n```\n\n{inspect.getdoc(function)}")
     return "\n\n".join(out)
+
+
+def reply_formats() -> str:
+    """The formats of tool calls and reasoning: what their module says of them, or their marks."""
+    rows = [(f"`{form.name}`", "calls", summary(sys.modules[type(form).__module__])) for form in TOOL_FORMATS]
+    for form in REASONING_FORMATS:
+        marks = f"`{form.start.strip()}` … `{form.end}`".replace("|", "\\|")
+        rows.append((f"`{form.name}`", "reasoning", marks))
+    return table(("name", "of", "form"), rows)
+
+
+def summary(thing: Any) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).replace("|", "\\|")
 
 
 def methods(owner: type[Any]) -> Callable[[], str]:
@@ -388,6 +403,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "sampling-flags": flags("chat", SAMPLING),
     "hooks": hooks,
     "record-fields": record_fields,
+    "reply-formats": reply_formats,
     "spec-fields": spec_fields,
     "operations": methods(Ops),
     "memory": methods(Memory),
