@@ -7,6 +7,7 @@ import json
 import re
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ from server.answers import ok
 from server.conftest import served
 from server.echo_engine import launch_echo
 from server.harness import Live, serve_here
+from server.test_tls import OPENSSL, make
 from starlette.types import Message
 
 from anycore.config import ServerConfig
@@ -148,6 +150,23 @@ def test_m10_a_stream_that_nobody_reads_is_ended_and_its_request_aborted(live: L
         assert not to_end(connection).endswith(b"0\r\n\r\n")  # what chunks end with
     said = ok(live.post("/v1/completions", {"model": "say", "prompt": "still here", "max_tokens": 99}))
     assert said["choices"][0]["text"] == "still here"
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="the openssl command is not installed: it makes certificates")
+def test_m10_the_same_over_tls(t_lm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "LOOK_TICKS", 1)
+    certificate, key = make(tmp_path, "own")
+    settings = {"ssl_certfile": certificate, "ssl_keyfile": key, "write_timeout": LIMIT}
+    content = json.dumps({**STUCK, "stream": True}).encode()
+    with serve_here(served(t_lm, "say"), launch=launch_echo, **settings) as live:
+        assert live.server is not None
+        engine = live.server.clients[0]
+        context = ssl.create_default_context(cafile=certificate)
+        context.check_hostname = False
+        with context.wrap_socket(connect(live, receive_buffer=4096)) as connection:
+            connection.sendall(post("/v1/completions", len(content)) + content)
+            until(lambda: engine.stats.aborted > 0)
+            until(lambda: not engine.live and not engine.stats.running)
 
 
 def test_a_whole_answer_that_nobody_takes_is_dropped(live: Live, caplog: pytest.LogCaptureFixture) -> None:
