@@ -54,9 +54,10 @@ ALLOWED = {
 }
 # The conformance kit drives what it tests.
 KIT = {
-    f"contract/{name}.py" for name in ("testing", "endtoend", "endtoend_cache", "endtoend_faults", "endtoend_weights")
+    f"contract/{name}.py"
+    for name in ("testing", "endtoend", "endtoend_cache", "endtoend_faults", "endtoend_weights", "check_ranks")
 }
-KIT_ALLOWED = {CONTRACT, ENGINE, MODELS, *COMMON, *LOADING}
+KIT_ALLOWED = {RANKS, CONTRACT, ENGINE, MODELS, *COMMON, *LOADING}
 FOR_TYPES = {  # further imports that only a type checker sees
     "plugins": {"engine.request", "models.spec", "text.replies.parts", "toolbox"},
     "choose": {"plugins"},

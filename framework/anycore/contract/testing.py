@@ -21,7 +21,15 @@ from typing import Any
 import pytest
 import torch
 
-from anycore.contract import check_cache, checks, endtoend, endtoend_cache, endtoend_faults, endtoend_weights
+from anycore.contract import (
+    check_cache,
+    check_ranks,
+    checks,
+    endtoend,
+    endtoend_cache,
+    endtoend_faults,
+    endtoend_weights,
+)
 from anycore.contract.backend import Backend, KVSpec
 from anycore.contract.check_graphs import check_optimized
 from anycore.contract.check_masks import check_masked
@@ -280,6 +288,18 @@ class BackendConformance:
         self.need(Task.RERANK, "bidirectional", dtype)
         endtoend.save_encoder(tmp_path, self.head_dim("bidirectional"), Task.RERANK)
         endtoend.check_rerank(self.backend, dtype, tmp_path)
+
+    def test_ranks(self, device: Backend, tmp_path: Path) -> None:
+        """What rows claim by "tensor_parallel": a model is computed by several processes as by one."""
+        dtype = check_ranks.claimed(self.claims())
+        if dtype is None:
+            pytest.skip("tensor_parallel is not claimed")
+        assert device.collective is not None, "tensor_parallel is claimed, and no collective is named"
+        found = check_ranks.places(self.spec())
+        if found < check_ranks.RANKS:
+            pytest.skip(f"{check_ranks.RANKS} ranks need as many devices: {found} here")
+        endtoend.save_decoder(tmp_path, self.head_dim("causal"))
+        check_ranks.check_ranks(self.backend, dtype, tmp_path)
 
     # --- whole tasks with quantised weights: what the rows' schemes claim ---------------------------------------------
 

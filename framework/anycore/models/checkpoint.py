@@ -60,8 +60,8 @@ class Checkpoint(Protocol):
         ...
 
 
-def open_checkpoint(source: Source) -> Checkpoint:
-    """Open the weights of a located model.
+def open_checkpoint(source: Source, whole: bool = True) -> Checkpoint:
+    """Open the weights of a located model, of which all will be read, or parts if not `whole`.
 
     Raises:
         WeightsError: they are damaged, or not what the model's small files say.
@@ -69,7 +69,7 @@ def open_checkpoint(source: Source) -> Checkpoint:
     if source.gguf is None:
         from anycore.models.quantised.folder import open_folder
 
-        return open_folder(source)
+        return open_folder(source, ahead=whole)
     from anycore.models.gguf.weights import GgufCheckpoint
 
     return GgufCheckpoint(source.gguf)

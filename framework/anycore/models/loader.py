@@ -67,7 +67,7 @@ def load(
     whole = forward_of(backend, source, spec, dtype, progress)
     if whole is not None:
         return WholeModel(spec, whole, dense_modules(source, spec, backend))
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, whole=spec.shard is None)
     weights = fill(
         parameters(spec), checkpoint, spec.architecture, backend, dtype, progress, spec.stored, quantization, cuts(spec)
     )

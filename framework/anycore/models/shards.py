@@ -102,7 +102,9 @@ def check_places(path: Path, entries: dict[str, Any]) -> int:
 class Safetensors:
     """The shards of a folder as one checkpoint (see `checkpoint.Checkpoint`)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ahead: bool = True) -> None:
+        """`ahead`: files are read whole, so that the next one may be brought into memory before it is asked for."""
+        self.ahead = ahead
         index = read_index(folder)
         self.shards = [Shard.open(path) for path in shard_paths(folder, index)]
         self.owner: dict[str, Shard] = {}
@@ -125,7 +127,7 @@ class Safetensors:
         """Yield views of the mapped files, while the file after the current one is brought into memory."""
         with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as ahead:
             for here, after in zip(self.shards, [*self.shards[1:], None], strict=True):
-                if after is not None:
+                if after is not None and self.ahead:
                     ahead.submit(read_ahead, after.path)
                 with safe_open(here.path, "pt") as file:
                     for name in here.shapes:

@@ -63,8 +63,8 @@ class Scheme(Protocol):
 class QuantisedFolder:
     """A `loader.Checkpoint` over safetensors files: each quantised matrix is one tensor called LAYER.weight."""
 
-    def __init__(self, source: Source, scheme: Scheme) -> None:
-        self.files = Safetensors(source.weights)
+    def __init__(self, source: Source, scheme: Scheme, ahead: bool = True) -> None:
+        self.files = Safetensors(source.weights, ahead)
         self.scheme = scheme
         self.matrices: dict[str, Matrix] = {}
         self._parts = self._gather()
@@ -130,7 +130,7 @@ class QuantisedFolder:
                 self.shapes[whole] = self.matrices[whole].shape if whole in self.matrices else shape
 
 
-def open_folder(source: Source) -> Safetensors | QuantisedFolder:
+def open_folder(source: Source, ahead: bool = True) -> Safetensors | QuantisedFolder:
     """Open a folder's weights by what its config.json says of their quantisation.
 
     Raises:
@@ -139,8 +139,8 @@ def open_folder(source: Source) -> Safetensors | QuantisedFolder:
     """
     settings = settings_of(source)
     if settings is None:
-        return Safetensors(source.weights)
-    return QuantisedFolder(source, scheme_of(settings, source))
+        return Safetensors(source.weights, ahead)
+    return QuantisedFolder(source, scheme_of(settings, source), ahead)
 
 
 def scheme_of(settings: dict[str, Any], source: Source) -> Scheme:
