@@ -10,6 +10,8 @@ is 1 where one of the compared figures is further off than --bar. FOLDER keeps s
 With --here the engine runs in this process, without HTTP, and time is this process's time on a core: other processes
 then count little. That is for backends that compute on the host, with --threads 1.
 
+With --paced the device is one that only waits (paced.py): what is compared then is all but the device.
+
 "front" is what a request takes outside of the engine: the time to the first token of requests that come one at a time,
 less what is predicted for it.
 """
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import paced
 
 from anycore.cli.flags import Parser, add_flags
 from anycore.config import ModelConfig
@@ -313,11 +316,16 @@ def main() -> int:
     parser.add_argument("--rate", type=float, help="requests a second that are the most (default: as simulated)")
     parser.add_argument("--extra-body", default="{}", help="further fields of every request")
     parser.add_argument("--here", action="store_true", help="in this process, in its time on a core")
+    parser.add_argument("--paced", type=float, metavar="X", help="a device that waits, X times as long as it might")
     parser.add_argument("--bar", type=float, default=0.15)
     words = sys.argv[1:]
     cut = words.index("--") if "--" in words else len(words)
     options = parser.parse_args(words[:cut])
     options.flags = words[cut + 1 :]
+    if options.paced:
+        folder = str(paced.install(options.out / "site", options.paced).resolve())
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        options.flags += ["--backend", "paced"]
     options.simulated = without(options.flags, "--threads")
     return int(not table(run(options), options.bar))
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from engines import engine as real_engine
 from engines import request
+from simulate.virtual import Paced
 
 from anycore.config import ModelConfig
 from anycore.contract.sizes import Limits
@@ -47,31 +48,9 @@ def watch(scheduler: Scheduler, log: Log, clock: Any) -> None:
     scheduler.schedule = noted  # type: ignore[method-assign]
 
 
-class Paced:
-    """A runner whose steps take virtual time."""
-
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
-        self.now = 0.0
-        self._ends: deque[float] = deque()
-        self._free = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.runner, name)
-
-    def launch(self, step: Step) -> Any:
-        self._free = max(self._free, self.now) + seconds(step)
-        self._ends.append(self._free)
-        return self.runner.launch(step)
-
-    def collect(self, launched: Any) -> Any:
-        self.now = max(self.now, self._ends.popleft())
-        return self.runner.collect(launched)
-
-
 def run_real(made: Engine, talks: list[Conversation]) -> tuple[Log, dict[str, float], int]:
     """What the real engine schedules, when each request ended, and how many it refused."""
-    paced = Paced(made.runner)
+    paced = Paced(made.runner, seconds)
     made.runner, made._clock = paced, lambda: paced.now  # type: ignore[assignment]
     log: Log = []
     watch(made.scheduler, log, lambda: paced.now)

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     points, notes = points_of(options, made, times)
     found = everything(points, options)
     rows = [row for _, row, tried in found for row in ([row] if row is not None else tried[-1:])]
-    text = [*heading(made, times, notes), *(line for point in found for line in told(*point, options.attain))]
+    text = [*heading(made, times, notes), *(line for point in found for line in told(*point, options))]
     if len(rows) > 1:
         text += ["", *report.table(rows)]
     if options.format == "json":
@@ -205,15 +205,16 @@ def heading(made: Prepared, times: StepTimes | None, notes: list[str]) -> list[s
     ]
 
 
-def told(point: Point, row: dict[str, Any] | None, tried: list[dict[str, Any]], attain: float) -> list[str]:
+def told(
+    point: Point, row: dict[str, Any] | None, tried: list[dict[str, Any]], options: argparse.Namespace
+) -> list[str]:
     """A point for people."""
+    if not options.find_replicas:
+        return ["", *report.lines(tried[0])]
     limits = " ".join(f"{name}:{limit:g}" for name, limit in point.slo.items())
-    if row is None:
-        best = max(tried, key=lambda one: float(one.get("attained", 0.0)))
-        return ["", f"no number of engines keeps {attain:.2%} of the requests within {limits}: {best['replicas']} keep "
-                f"{best.get('attained', 0.0):.2%}", *report.lines(best)]  # fmt: skip
-    if len(tried) == 1 and row is tried[0]:
-        return ["", *report.lines(row)]
+    wanted = f"{options.attain:.2%} of the requests within {limits}"
     others = ", ".join(f"{one['replicas']}: {one.get('attained', 0.0):.2%}" for one in tried if one is not row)
-    return ["", f"{row['replicas']} engines are the fewest that keep {attain:.2%} of the requests within {limits} "
-            f"({others})", *report.lines(row)]  # fmt: skip
+    if row is None:
+        return ["", f"no number of engines keeps {wanted} ({others})", *report.lines(tried[-1])]
+    fewest = f"{row['replicas']} engines are the fewest that keep" if row["replicas"] > 1 else "1 engine keeps"
+    return ["", f"{fewest} {wanted}{f' ({others})' if others else ''}", *report.lines(row)]

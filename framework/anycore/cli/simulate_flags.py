@@ -87,7 +87,8 @@ def check(options: argparse.Namespace) -> None:
         values = getattr(options, name)
         for value in values if isinstance(values, list) else [values]:
             if value is not None and not value > 0:
-                raise ConfigError(f"--{name.replace('_', '-')} must be above 0, not {value}", param=name)
+                word = "replicas" if name == "engines" else name.replace("_", "-")
+                raise ConfigError(f"--{word} must be above 0, not {value}", param=name)
     if not 0 < options.attain <= 1:
         raise ConfigError(f"--attain is a share of the requests, above 0 and at most 1, not {options.attain}",
                           param="attain")  # fmt: skip
