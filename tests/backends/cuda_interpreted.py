@@ -18,6 +18,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is there, or triton was imported before TRITON_INTERPRET=1", allow_module_level=True)
 
 from cuda_host import HostMemory
+from triton import language
+from triton.language import core
 from triton.runtime import interpreter
 
 from anycore.contract.backend import Backend
@@ -34,7 +36,30 @@ def let_scalars_be_indices(patch: Any = interpreter._patch_lang_tensor) -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def patch_once_a_launch() -> None:
+    """Let device functions find the language as their kernel's launch left it.
+
+    The interpreter lists and patches the whole language at each call of one, which takes more than half of the time.
+    """
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[str] = set()
+
+    def patch_new(function: Any) -> Any:
+        modules = {value.__name__ for value in function.__globals__.values() if value is language or value is core}
+        if modules <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(modules)
+        return patch(function)
+
+    def launch_new(executor: Any, *args: Any, **named: Any) -> None:
+        patched.clear()  # the last launch has put everything back
+        launch(executor, *args, **named)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_new, launch_new
+
+
 let_scalars_be_indices()
+patch_once_a_launch()
 
 
 def interpreted(processors: int = 2) -> Backend:
