@@ -77,7 +77,7 @@ FOR_PLUGINS = {
 # Modules that must answer without torch, directly and through what they import at their top level.
 LIGHT = ("contract.declare", "contract.host", "config", "errors", "guard", "choose", "plugins", "capabilities",
          "ask", "answers", "evidence", "engine.launch", "models.spec", "models.source", "models.catalog",
-         "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.plan", "cli.check", "cli.dry_run",
+         "cli.main", "cli.flags", "cli.settings", "cli.matrix", "cli.plan", "cli.check", "cli.dry_run", "cli.simulate",
          "cli.doctor", "cli.serve", "cli.bench_serve", "cli.run_batch", "batch.lines", "server.run")  # fmt: skip
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "uvicorn"}
 

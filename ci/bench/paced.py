@@ -19,7 +19,7 @@ TOTAL = 4 << 30
 
 
 def open_device(index: int) -> Backend:
-    from anycore_paced_device import Paced
+    from paced_device import Paced
 
     return Paced(SLOWER, TOTAL)
 
@@ -46,8 +46,8 @@ def install(folder: Path, slower: float) -> Path:
     info = folder / "anycore_paced-0.1.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: anycore-paced\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[anycore]\npaced = anycore_paced\n")
-    code = Path(__file__).read_text().replace("SLOWER = 1.0\n", f"SLOWER = {slower!r}\n")
-    (folder / "anycore_paced.py").write_text(code)
-    (folder / "anycore_paced_device.py").write_text(Path(__file__).with_name("paced_device.py").read_text())
+    (info / "entry_points.txt").write_text("[anycore]\npaced = paced\n")
+    code = Path(__file__).read_text().replace("SLOWER = 1.0\n", f"SLOWER = {slower!r}\n", 1)
+    (folder / "paced.py").write_text(code)
+    (folder / "paced_device.py").write_text(Path(__file__).with_name("paced_device.py").read_text())
     return folder
