@@ -124,14 +124,13 @@ def reply_formats() -> str:
     """The formats of tool calls and reasoning: what their module says of them, or their marks."""
     rows = [(f"`{form.name}`", "calls", summary(sys.modules[type(form).__module__])) for form in TOOL_FORMATS]
     for form in REASONING_FORMATS:
-        marks = f"`{form.start.strip()}` … `{form.end}`".replace("|", "\\|")
-        rows.append((f"`{form.name}`", "reasoning", marks))
+        rows.append((f"`{form.name}`", "reasoning", f"`{form.start.strip()}` … `{form.end}`"))
     return table(("name", "of", "form"), rows)
 
 
 def summary(thing: Any) -> str:
     """The first paragraph of a docstring, in one line."""
-    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).replace("|", "\\|")
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
 
 
 def methods(owner: type[Any]) -> Callable[[], str]:

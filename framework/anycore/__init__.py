@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from anycore.engine.request import PoolingParams, SamplingParams
+    from anycore.engine.request import Beams, PoolingParams, SamplingParams
     from anycore.hookspecs import hookimpl
     from anycore.llm import LLM
     from anycore.toolbox import FunctionTool, ToolConfig
 
 _HOMES = {
+    "Beams": "anycore.engine.request",
     "FunctionTool": "anycore.toolbox",
     "LLM": "anycore.llm",
     "PoolingParams": "anycore.engine.request",
@@ -22,7 +23,7 @@ _HOMES = {
     "hookimpl": "anycore.hookspecs",
 }
 
-__all__ = ["LLM", "FunctionTool", "PoolingParams", "SamplingParams", "ToolConfig", "__version__", "hookimpl"]
+__all__ = ["LLM", "Beams", "FunctionTool", "PoolingParams", "SamplingParams", "ToolConfig", "__version__", "hookimpl"]
 
 
 def __getattr__(name: str) -> Any:

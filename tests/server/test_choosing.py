@@ -184,6 +184,45 @@ def test_m10_a_search_that_is_late_or_whose_client_is_gone_leaves_nothing(live: 
     assert ok(live.post("/v1/completions", {**LONG, "max_tokens": 2}))
 
 
+def test_s11_chats_have_beams_too(lm: httpx.Client) -> None:
+    body = {"model": "lm", "messages": [{"role": "user", "content": "The quick brown fox"}], "return_token_ids": True}
+    beams = {"use_beam_search": True, "n": 2, "best_of": 4, "max_tokens": 8, "length_penalty": 0.5}
+    reply = ok(lm.post("/v1/chat/completions", json={**body, **beams, "logprobs": True, "top_logprobs": 2}))
+    text = ok(post(lm, prompt=reply["prompt_token_ids"], **beams, return_token_ids=True))
+    assert [c["token_ids"] for c in reply["choices"]] == [c["token_ids"] for c in text["choices"]]
+    assert [c["message"]["content"] for c in reply["choices"]] == [c["text"] for c in text["choices"]]
+    for choice in reply["choices"]:
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    drawn = {"n": 2, "best_of": 4, "max_tokens": 8, "seed": 3}
+    reply = ok(lm.post("/v1/chat/completions", json={**body, **drawn}))
+    text = ok(post(lm, prompt=reply["prompt_token_ids"], **drawn, return_token_ids=True))
+    assert [c["token_ids"] for c in reply["choices"]] == [c["token_ids"] for c in text["choices"]]
+    assert reply["usage"]["completion_tokens"] == text["usage"]["completion_tokens"]
+    named = ok(
+        lm.post("/v1/chat/completions", json={**body, "max_tokens": 1, "logprobs": True, "logprob_token_ids": [9, 7]})
+    )["choices"][0]["logprobs"]["content"][0]
+    assert len(named["top_logprobs"]) in (2, 3)
+    assert named["top_logprobs"][0]["logprob"] == named["logprob"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"use_beam_search": True, "stream": True}, "stream"),
+        ({"best_of": 2, "stream": True}, "stream"),
+        ({"best_of": 21}, "best_of"),
+        ({"length_penalty": 2}, "length_penalty"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"logprobs": True, "logprob_token_ids": [-1]}, "logprob_token_ids[0]"),
+        ({"suffix": "x"}, "suffix"),
+        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    ],
+)
+def test_s11_o02_what_a_chat_cannot_have_is_refused(lm: httpx.Client, wrong: dict[str, Any], param: str) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    error_of(lm.post("/v1/chat/completions", json={"model": "lm", "messages": messages, **wrong}), 400, param)
+
+
 # --- best_of --------------------------------------------------------------------------------------------------------
 
 

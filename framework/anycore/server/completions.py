@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest
 from anycore.server.bodies import JsonRoute
-from anycore.server.choosing import best, choosing
+from anycore.server.choosing import choosing
 from anycore.server.door import Caller, State, admit, offload, reply_id
 from anycore.server.generation import Chunk, Generation, Prompt, settings_of
 from anycore.server.logprobs import LogprobFormat, joined
@@ -36,7 +36,7 @@ DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
 async def completions(request: Request, body: CompletionBody, state: State, caller: Caller) -> Response:
     """Continue one or several prompts; with `stream`, as server-sent events of the same object."""
     model = admit(state, body, body.model, Task.GENERATE)
-    _check(body)
+    _check(body, model.slot.config.scheduling_policy)
     asked = asked_tokens(body)
     defaults = model.sampling_defaults.values
     answer = answer_of(body)
@@ -66,17 +66,17 @@ async def completions(request: Request, body: CompletionBody, state: State, call
         asked=asked is not None,
         interval=body.stream_interval,
         loud=state.config.log_prompts,
+        best=body.n,
     )
     reply = CompletionReply(body, model, generation, reply_id(request, body.request_id))
     if body.stream:
         return EventStream(reply.events(await first_of(request, generation.chunks())))
-    choices = await unless_gone(request.receive, generation.whole())
-    return json_response(reply.whole(best(choices, body.n, sampling.n)))
+    return json_response(reply.whole(await unless_gone(request.receive, generation.whole())))
 
 
-def _check(body: CompletionBody) -> None:
+def _check(body: CompletionBody, policy: str) -> None:
     """Refuse combinations of fields that contradict each other."""
-    check_body(body)
+    check_body(body, policy)
     if body.suffix and body.echo:
         raise BadRequest("echo cannot be had together with suffix: the answer stands between the two", param="echo")
 

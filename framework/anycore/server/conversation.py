@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from anycore.errors import BadRequest
+from anycore.server.choosing import choosing
 from anycore.server.generation import Generation, Prompt, settings_of
 from anycore.server.prompts import chat_options, cut_options
 from anycore.server.sampling import asked_tokens, check_body, sampling_of
@@ -27,7 +28,7 @@ async def begin(body: ChatBody, model: ServedModel, caller: Call, *, loud: bool 
     Raises:
         BadRequest: a field is wrong, or what the reply is to be like cannot be held to.
     """
-    _check(body)
+    _check(body, model.slot.config.scheduling_policy)
     asked = asked_tokens(body)
     offer, answer = offered(body.tools, body.tool_choice, model.formats), answer_of(body)
     options = {**chat_options(body), **cut_options(body), "tools": offer.shown}
@@ -44,6 +45,7 @@ async def begin(body: ChatBody, model: ServedModel, caller: Call, *, loud: bool 
         prompt_logprobs=body.prompt_logprobs,
         grammar=form.grammar,
     )
+    sampling = choosing(body, sampling, model.spec.vocab_size)
     generation = Generation(
         model,
         [Prompt(rendered.token_ids, rendered.text)],
@@ -54,6 +56,7 @@ async def begin(body: ChatBody, model: ServedModel, caller: Call, *, loud: bool 
         interval=body.stream_interval,
         loud=loud,
         kept=form.kept,
+        best=body.n,
     )
     return generation, form
 
@@ -72,8 +75,8 @@ async def _form(
     return await made(make)
 
 
-def _check(body: ChatBody) -> None:
+def _check(body: ChatBody, policy: str) -> None:
     """Refuse combinations of fields that contradict each other."""
-    check_body(body)
+    check_body(body, policy)
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")

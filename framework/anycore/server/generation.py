@@ -16,6 +16,7 @@ import msgspec
 from anycore.contract.declare import Task
 from anycore.engine.request import Delta, FinishReason, NewRequest, SamplingParams, TokenLogprob
 from anycore.errors import ContextLengthExceeded
+from anycore.server import choosing
 from anycore.server.accounts import Tenant
 from anycore.server.merge import merge
 from anycore.server.protocol import Usage, usage
@@ -66,6 +67,7 @@ class Generation:
         interval: tokens gathered before a chunk is handed on.
         loud: whether prompts and outputs go to the log.
         kept: special tokens that stay in the text, whatever the sampling says.
+        best: of a prompt's sequences `whole` returns so many, by their log-probability; None: all of them.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Generation:
         interval: int = 1,
         loud: bool = False,
         kept: frozenset[int] = frozenset(),
+        best: int | None = None,
     ) -> None:
         self.prompts = prompts
         self.count = len(prompts) * sampling.n
@@ -91,6 +94,7 @@ class Generation:
         self._interval = interval
         self._loud = loud
         self._kept = kept
+        self._best = sampling.n if best is None else best
         self._cached = [0] * len(prompts)
         self._generated = 0
         self._requests = [
@@ -121,7 +125,7 @@ class Generation:
             yield chunk
 
     async def whole(self) -> list[Chunk]:
-        """Return every choice as one chunk, in order."""
+        """Return every choice as one chunk, in order; where the best of more are returned, a prompt's best first."""
         found = [Chunk(i) for i in range(self.count)]
         texts: list[list[str]] = [[] for _ in found]
         async for chunk in self.chunks():
@@ -132,7 +136,7 @@ class Generation:
             choice.finish, choice.stop_reason = chunk.finish, chunk.stop_reason
         for choice, parts in zip(found, texts, strict=True):
             choice.text = "".join(parts)
-        return found
+        return choosing.best(found, self._best, self._n)
 
     async def _one(self, which: int) -> AsyncIterator[Chunk]:
         """Yield the chunks of one prompt's sequences."""

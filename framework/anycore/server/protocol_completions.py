@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
-from anycore.server import protocol_generate
-from anycore.server.protocol_search import SearchBody
+from pydantic import BeforeValidator, Field
+
+from anycore.engine.request import MAX_LOGPROBS
+from anycore.server.protocol import input_schema, inputs
+from anycore.server.protocol_generate import GenerateBody
 
 
-class CompletionBody(protocol_generate.CompletionBody, SearchBody):
+class CompletionBody(GenerateBody):
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(lambda value: inputs(value, "prompt", allow_empty_text=True)),
+        input_schema("prompt"),
+    ]
     suffix: str = Field("", description="what comes after the completion, for models that fill in the middle")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    add_special_tokens: bool = True

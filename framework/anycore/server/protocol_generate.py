@@ -21,10 +21,9 @@ from anycore.server.protocol import (
     MAX_INPUTS,
     MAX_TOKEN_ID,
     Body,
-    input_schema,
-    inputs,
 )
 from anycore.server.protocol_messages import Messages
+from anycore.server.protocol_search import SearchBody
 
 MAX_SEED = 2**63
 MAX_BAD_WORDS = 256
@@ -37,9 +36,14 @@ IGNORED = frozenset(HARMLESS.split())
 """Fields that clients send and that change nothing here: accepted without a word."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "tool_config": (),
+    "thinking_token_budget": (),
+    "include_reasoning": (True,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
     "functions": (),
     "function_call": ("none",),
-    "use_beam_search": (False,),
     "suffix": (),
     "modalities": (["text"],),
     "audio": (),
@@ -47,7 +51,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
-    "logprob_token_ids": (),
     "repetition_detection": (),
     "stop_regex": (),
     "kv_transfer_params": (),
@@ -55,7 +58,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "lora_path": (),
 }
-"""Fields that mean something here and are not built, with the values that ask for nothing (so do null, "", [], {})."""
+"""Fields that mean something here and are not built, or not for the route that they are sent to, with the values that
+ask for nothing (so do null, "", [], {})."""
 
 
 def _logit_bias(value: Any) -> Any:
@@ -102,7 +106,7 @@ Stop = Annotated[
 ]
 
 
-class GenerateBody(Body):
+class GenerateBody(SearchBody):
     """What chat and completions share. Sampling fields left out are filled in by the model's defaults."""
 
     model: str | None = None
@@ -203,15 +207,3 @@ def chat_body(fields: dict[str, Any]) -> ChatBody:
         return ChatBody.model_validate(fields)
     except ValidationError as error:
         raise validation_error([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
-
-
-class CompletionBody(GenerateBody):
-    prompt: Annotated[
-        list[str | list[int]],
-        BeforeValidator(lambda value: inputs(value, "prompt", allow_empty_text=True)),
-        input_schema("prompt"),
-    ]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = Field(None, ge=1, le=20)
-    echo: bool = False
-    add_special_tokens: bool = True
