@@ -78,7 +78,7 @@ WORKLOADS = (
 def anycore(*words: str) -> str:
     """Run a command; return what it prints."""
     done = subprocess.run([*ANYCORE, *words], capture_output=True, text=True)
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1) or not done.stdout.strip():
         raise SystemExit(f"anycore {' '.join(words)} ended with {done.returncode}: {done.stderr[-2000:]}")
     return done.stdout
 

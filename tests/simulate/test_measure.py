@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from engines import engine
 from simulate.virtual import Paced
 
@@ -19,8 +20,13 @@ from anycore.simulate.measure import MARGIN, SHORT, Meter, doubling, scenes
 from anycore.simulate.measured import read
 
 FLAGS = ("--backend", "cpu", "--dtype", "float32", "--max-num-seqs", "3", "--max-num-batched-tokens", "64",
-         "--max-model-len", "192", "--kv-cache-memory", "8MiB", "--threads", "1")  # fmt: skip
-SHAPE = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 192, "kv_cache_memory": 8 << 20}
+         "--max-model-len", "192", "--kv-cache-memory", "2MiB", "--threads", "1")  # fmt: skip
+SHAPE = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 192, "kv_cache_memory": 2 << 20}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_lm(tmp_path_factory.mktemp("small"), layers=1)
 
 
 def seconds(step: Step) -> float:
@@ -29,8 +35,8 @@ def seconds(step: Step) -> float:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
-def test_what_is_measured_is_what_the_device_took(t_lm: Path, overlap: bool) -> None:
-    made = engine(t_lm, overlap=overlap, **SHAPE)
+def test_what_is_measured_is_what_the_device_took(small: Path, overlap: bool) -> None:
+    made = engine(small, overlap=overlap, **SHAPE)
     paced = Paced(made.runner, seconds)
     made.runner = paced  # type: ignore[assignment]
     steps = Meter(made, SamplingParams(ignore_eos=True), 0.1, lambda: paced.now).run()
@@ -74,9 +80,9 @@ def test_only_models_that_generate_are_measured(t_bert: Path) -> None:
         Meter(engine(t_bert), SamplingParams(), 0.1)
 
 
-def test_from_measured_steps_to_a_prediction(t_lm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_measured_steps_to_a_prediction(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """bench kernels --steps, then simulate: text, JSON, plot, search; what is wrong is refused."""
-    model, file, plot = str(t_lm), tmp_path / "steps.json", tmp_path / "figures.html"
+    model, file, plot = str(small), tmp_path / "steps.json", tmp_path / "figures.html"
     assert main(["bench", "kernels", model, "--steps", "--seconds", "0.001", *FLAGS]) == 0
     file.write_text(capsys.readouterr().out)
     times = read(file)
@@ -120,8 +126,8 @@ def test_from_measured_steps_to_a_prediction(t_lm: Path, tmp_path: Path, capsys:
     assert "no number of engines keeps 99.00%" in capsys.readouterr().out
 
 
-def test_without_measured_steps_it_says_what_to_do_or_estimates(t_lm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", str(t_lm), "--backend", "cpu", "--dtype", "float32", "--kv-cache-memory", "8MiB"]
+def test_without_measured_steps_it_says_so_or_estimates(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", str(small), "--backend", "cpu", "--dtype", "float32", "--kv-cache-memory", "8MiB"]
     assert main(words) == 2
     assert "bench kernels MODEL --steps" in capsys.readouterr().err
     figures = ["--bandwidth", "1GB", "--flops", "100g", "--rate", "5", "--num-prompts", "20", "--input-len", "8:32"]
@@ -144,7 +150,7 @@ def test_without_measured_steps_it_says_what_to_do_or_estimates(t_lm: Path, caps
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
-    t_lm: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    small: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", str(t_lm), "--backend", "cpu", *flags]) == 2
+    assert main(["simulate", str(small), "--backend", "cpu", *flags]) == 2
     assert words in capsys.readouterr().err

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from engines import engine as real_engine
 from engines import request
 from simulate.virtual import Paced
@@ -82,7 +83,7 @@ def run_simulated(settings: Settings, talks: list[Conversation]) -> tuple[Log, l
     return log, [round(end, 6) for end in outcomes.end], fleet
 
 
-def talks_of(seed: int, count: int = 40, longest: int = 60, every: float = 3.0) -> list[Conversation]:
+def talks_of(seed: int, count: int = 32, longest: int = 60, every: float = 3.0) -> list[Conversation]:
     """Requests of which some share beginnings, and of which some come together."""
     rng = random.Random(seed)
     at, free, talks = 0.0, PRIVATE, []
@@ -97,22 +98,31 @@ def talks_of(seed: int, count: int = 40, longest: int = 60, every: float = 3.0) 
     return talks
 
 
+TOKEN = 1024
+"""Bytes of the cache that a token takes."""
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"max_num_batched_tokens": 12, "max_num_seqs": 5},
-    "preempted": {"kv_cache_memory": 9 * 16 * 4096, "max_model_len": 96},
-    "small blocks": {"block_size": 4, "kv_cache_memory": 30 * 4 * 4096, "max_model_len": 96},
-    "without a prefix cache": {"kv_cache_memory": 9 * 16 * 4096, "max_model_len": 96, "enable_prefix_caching": False},
+    "preempted": {"kv_cache_memory": 9 * 16 * TOKEN, "max_model_len": 96},
+    "small blocks": {"block_size": 4, "kv_cache_memory": 30 * 4 * TOKEN, "max_model_len": 96},
+    "without a prefix cache": {"kv_cache_memory": 9 * 16 * TOKEN, "max_model_len": 96, "enable_prefix_caching": False},
     "priority": {"scheduling_policy": "priority", "max_num_seqs": 3},
     "short first": {"scheduling_policy": "short-first", "max_num_seqs": 3},
     "refused": {"max_num_seqs": 2, "max_queued": 3},
 }
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.tiny_lm(tmp_path_factory.mktemp("small"), layers=1)
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_schedule_is_the_real_engines(t_lm: Path, name: str, overlap: bool) -> None:
-    made = real_engine(t_lm, overlap=overlap, **CASES[name])
+def test_the_schedule_is_the_real_engines(small: Path, name: str, overlap: bool) -> None:
+    made = real_engine(small, overlap=overlap, **CASES[name])
+    assert made.runner.model.spec.kv(16, "float32").bytes_per_token == TOKEN
     config = ModelConfig(model="", **CASES[name])
     settings = Settings(
         made.limits, overlap, config.enable_prefix_caching, config.scheduling_policy, True, config.max_queued

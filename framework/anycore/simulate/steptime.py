@@ -64,15 +64,18 @@ TERMS: dict[str, Callable[[Measured], float]] = {
 """Beside rows: tokens that decodes look back on; requests; pairs of a chunk's rows with the tokens they look back on;
 tokens of the cache that chunks read."""
 DECODES = ("context",)  # rows and requests are the same number there
-MIXED = ("context", "requests", "pairs", "reads")
+MIXED = ("requests", "pairs", "reads")
 
 
 def pairs(start: int, rows: int) -> int:
     return rows * start + rows * (rows + 1) // 2
 
 
-def fit(steps: Sequence[Measured], terms: Sequence[str]) -> Fit:
-    """Least squares of relative errors of the medians, no coefficient below 0."""
+def fit(steps: Sequence[Measured], terms: Sequence[str], context: float = 0.0) -> Fit:
+    """Least squares of relative errors of the medians, no coefficient below 0.
+
+    `context` is what decodes are known to take for each token that they look back on.
+    """
     rows = np.array([step.rows for step in steps], dtype=float)
     took = np.array([float(np.median(step.seconds)) for step in steps])
     knots = knots_of(rows)
@@ -80,9 +83,10 @@ def fit(steps: Sequence[Measured], terms: Sequence[str]) -> Fit:
     ramps = [np.clip((rows - low) / (high - low), 0, 1) for low, high in edges]
     others = [np.array([TERMS[name](step) for step in steps]) for name in terms]
     columns = np.stack([np.ones_like(rows), *ramps, *others], axis=1)
-    found = positive(columns / took[:, None], np.ones_like(took))
+    known = context * np.array([step.context for step in steps], dtype=float)
+    found = positive(columns / took[:, None], (took - known) / took)
     values = tuple(float(value) for value in np.cumsum(found[: len(knots)]))
-    off = columns @ found / took - 1
+    off = (columns @ found + known) / took - 1
     coefficients = {name: float(value) for name, value in zip(terms, found[len(knots) :], strict=True)}
     return Fit(Line(knots, values), coefficients, tuple(float(value) for value in off))
 
@@ -139,9 +143,10 @@ class Fitted:
                 "at least two of each are needed",
                 param="step_times",
             )
-        self.decode, self.mixed = fit(plain, DECODES), fit(mixed, MIXED)
-        self._decode_rows, self._mixed_rows = self.decode.line.table(most_rows), self.mixed.line.table(most_rows)
+        self.decode = fit(plain, DECODES)
         self._context = self.decode.terms["context"]
+        self.mixed = fit(mixed, MIXED, self._context)
+        self._decode_rows, self._mixed_rows = self.decode.line.table(most_rows), self.mixed.line.table(most_rows)
         self._terms = tuple(self.mixed.terms[name] for name in MIXED)
         spread = [s / float(np.median(step.seconds)) for step in times.steps for s in step.seconds]
         self._noise = spread if noise else []
@@ -158,8 +163,8 @@ class Fitted:
         decodes = len(step.decodes)
         context = sum(step.positions) + decodes
         if step.chunks:
-            per_context, per_request, per_pair, per_read = self._terms
-            seconds = per_context * context + per_request * (decodes + len(step.chunks))
+            per_request, per_pair, per_read = self._terms
+            seconds = self._context * context + per_request * (decodes + len(step.chunks))
             rows = decodes
             for chunk in step.chunks:
                 rows += chunk.rows
