@@ -25,7 +25,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("processors", [1, 4])
+@pytest.mark.parametrize("processors", [1, 4])  # one split of the keys, and several
 def test_paged_attention(case: AttentionCase, processors: int) -> None:
     checks.check_paged_attention(interpreted(processors), case)
 
