@@ -34,7 +34,8 @@ LEAST, MOST, MOST_PROMPTS = 3, 32, 10
 """Times that each kind of step is run, as the seconds for it allow; most for steps with prompts."""
 MARGIN = 64
 """Tokens of a sequence that are left for decoding while it is measured."""
-SHORT = 64
+SHORT, USUAL = 64, 1024
+"""Contexts that are measured beside the longest one and a quarter of it."""
 
 Chunks = tuple[tuple[int, int], ...]
 """Prompt chunks of a step: (tokens computed before, rows)."""
@@ -234,7 +235,7 @@ def scenes(limits: Limits) -> list[Scene]:
     longest = limits.max_model_len - MARGIN
     if longest < SHORT:
         raise ConfigError(f"--max-model-len must be at least {SHORT + MARGIN} to measure steps", param="max_model_len")
-    contexts = sorted({SHORT, max(SHORT, longest // 4), longest} if longest > SHORT else {SHORT})
+    contexts = sorted(c for c in {SHORT, USUAL, max(SHORT, longest // 4), longest} if c <= longest)
     found = []
     for decodes in doubling(1, limits.max_num_seqs):
         for context in contexts:
