@@ -99,6 +99,36 @@ def test_a_second_model_of_several_ranks_is_refused(llm: LLM, t_lm: Path) -> Non
     assert len(followers(os.getpid())) == 1
 
 
+def test_a_step_that_is_broken_off_ends_the_group(alone: LLM) -> None:
+    """Ranks that are not in step would wait for one another forever."""
+    events: list[str] = []
+
+    class Group:
+        def tell(self, message: object) -> None:
+            events.append(type(message).__name__)
+
+        def check(self, error: BaseException | None = None) -> None:
+            events.append(f"check {error!r}")
+
+        def close(self) -> None:
+            events.append("close")
+
+    runner = alone.engine.runner
+    engine = LeadingEngine(runner, alone.engine.scheduler, alone.engine.limits)
+    engine.lead(Group())
+    engine.add(engines.request("one", [5, 6, 7]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert events == ["check None", "check None", "Turn", "check KeyboardInterrupt()", "close"]
+    engine.abort("one")
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_rank_that_hangs_ends_what_runs_with_an_error(llm: LLM) -> None:
     """The last test of this pair: what is lost is said, nothing is left, and the process may open another one."""
     engine = llm.engine

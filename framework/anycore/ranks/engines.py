@@ -26,7 +26,7 @@ class Teller(Protocol):
     """What the first rank needs of its group."""
 
     def tell(self, message: Told) -> None: ...
-    def check(self, error: Exception | None = None) -> None: ...
+    def check(self, error: BaseException | None = None) -> None: ...
     def close(self) -> None: ...
 
 
@@ -103,8 +103,11 @@ class LeadingEngine(RankEngine):
         self._events = []
         try:
             return super().step()
-        except Exception as error:
-            self._group.check(error)
+        except BaseException as error:
+            try:
+                self._group.check(error)
+            finally:
+                self._group.close()  # the others have done the step, or wait within it: they are not in step any more
             raise
 
     def _take_compiled(self, grammars: Grammars) -> None:

@@ -91,6 +91,7 @@ class Ranks:
         self._met = meeting.announced(self.size)
         self._folder = Path(tempfile.mkdtemp(prefix="anycore-ranks-"))
         self._failed: Failed | None = None
+        self._reason: AnycoreError | None = None
         self._closed = False
         self._backend: Backend | None = None
         where = self._met.address if self._met is not None else f"ipc://{self._folder}"
@@ -145,19 +146,18 @@ class Ranks:
     def tell(self, message: Told) -> None:
         self.hub.tell(message)
 
-    def check(self, error: Exception | None = None) -> None:
+    def check(self, error: BaseException | None = None) -> None:
         """Raise what ended the group, if it has ended; after an error of a step, wait a moment for what that was.
 
         Raises:
-            Unavailable: a rank is lost.
+            Unavailable: a rank is lost, or this one has left.
         """
+        if self._reason is None and not self._closed and (error is not None or self.watch.failure):
+            self._reason = self.reason(1.0 if isinstance(error, Exception) else 0.0)
+        if self._reason is not None:
+            raise self._reason from error
         if self._closed:
-            raise Unavailable("this model was closed", code="engine_dead") from error
-        if error is None and not self.watch.failure:
-            return
-        found = self.reason(0.0 if error is None else 1.0)
-        if found is not None:
-            raise found from error
+            raise Unavailable("this model was closed, or a step of it broken off", code="engine_dead") from error
 
     def reason(self, seconds: float = 1.0) -> AnycoreError | None:
         """Why the group has ended, in the words of the rank that was at fault if it had any."""

@@ -71,7 +71,7 @@ class Watch:
         """End all ranks that were started here, without a word."""
         self._closed = True
         self._end_processes()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and not self.lost.is_set():
             self._thread.join(2 * BEAT)
 
     def _run(self) -> None:
@@ -122,7 +122,8 @@ class Watch:
         self.lost.set()
         if self._last_resort is not None:
             time.sleep(LAST_RESORT)
-            self._last_resort()
+            if not self._closed:  # whoever waited has been told by an error, and is on the way out
+                self._last_resort()
 
     def _end_processes(self) -> None:
         for process in self.processes.values():
