@@ -104,7 +104,7 @@ def test_rules_and_dashboard_are_those_of_the_observability_page() -> None:
 @needs_helm
 @pytest.mark.parametrize("values", ["none", "all", "cuda", "ascend"])
 def test_helm_lints_it_and_kubernetes_would_take_it(values: str, full: Path) -> None:
-    words = {"none": [], "all": ["-f", full]}.get(values, ["-f", FOLDER / "helm" / f"{values}.yaml"])
+    words: list[str | Path] = {"none": [], "all": ["-f", full]}.get(values, ["-f", FOLDER / "helm" / f"{values}.yaml"])
     done = helm("lint", "--strict", CHART, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     objects = render(*words)
@@ -122,8 +122,8 @@ def test_helm_lints_it_and_kubernetes_would_take_it(values: str, full: Path) -> 
 
 @needs_helm
 def test_pods_start_and_are_probed_as_the_server_is(full: Path) -> None:
-    for words, scheme in (([], "HTTP"), (["-f", full], "HTTPS")):
-        pod = render(*words)["Deployment"]["spec"]["template"]["spec"]
+    for values, scheme in ((CHART / "values.yaml", "HTTP"), (full, "HTTPS")):
+        pod = render("-f", values)["Deployment"]["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         options = parser_of("serve").read([*entry_point("cpu")[2:], *container["args"]])
         assert [port["containerPort"] for port in container["ports"]] == [options.port]
