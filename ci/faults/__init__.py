@@ -1,0 +1,1 @@
+"""Faults with requests running, many times each: `python ci/faults --help`."""
