@@ -104,7 +104,8 @@ def test_rules_and_dashboard_are_those_of_the_observability_page() -> None:
 @needs_helm
 @pytest.mark.parametrize("values", ["none", "all", "cuda", "ascend"])
 def test_helm_lints_it_and_kubernetes_would_take_it(values: str, full: Path) -> None:
-    words: list[str | Path] = {"none": [], "all": ["-f", full]}.get(values, ["-f", FOLDER / "helm" / f"{values}.yaml"])
+    files = {"none": CHART / "values.yaml", "all": full}
+    words = ("-f", files.get(values, FOLDER / "helm" / f"{values}.yaml"))
     done = helm("lint", "--strict", CHART, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     objects = render(*words)
