@@ -45,6 +45,9 @@ struct Softmax {
     float top = NEVER, total = 0;
 };
 
+INLINE Floats weight_of(Floats score, float) { return exp(score); }
+INLINE Floats weight_of(Floats score, bf16) { return exp_roughly(score); }
+
 // Scores [from, to) of a tile become weights, all others 0; returns what earlier sums are multiplied by.
 template <class T>
 float weigh(const Attention& a, float* scores, long from, long to, long padded, Softmax& state, T* weights) {
@@ -58,9 +61,11 @@ float weigh(const Attention& a, float* scores, long from, long to, long padded, 
     Floats top = all(state.top);
     for (long j = begin; j < to; j += LANES) {
         Floats score = load(scores + j) * a.scale;
-        if (a.softcap != 0) score = tanh(score / a.softcap) * a.softcap;
+        if (a.softcap != 0) {
+            score = tanh(score / a.softcap) * a.softcap;
+            store(scores + j, score);
+        }
         if (j < from || j + LANES > to) score = inside(j) ? score : all(NEVER);
-        store(scores + j, score);
         top = larger(score, top);
     }
     const float found = largest(top);
@@ -69,16 +74,17 @@ float weigh(const Attention& a, float* scores, long from, long to, long padded, 
         return 1;
     }
     for (long j = 0; j < begin; j++) weights[j] = T{};
+    const float scale = a.softcap != 0 ? 1 : a.scale;
     Floats total{};
     long j = begin;
     for (; j < to; j += LANES) {
-        Floats weight = exp(load(scores + j) - found);
+        Floats weight = weight_of(load(scores + j) * scale - found, T{});
         if (j < from || j + LANES > to) weight = inside(j) ? weight : Floats{};
         total += weight;
         store(weights + j, weight);
     }
     for (; j < padded; j++) weights[j] = T{};
-    const float factor = std::exp(state.top - found);
+    const float factor = state.top == NEVER ? 0 : std::exp(state.top - found);
     state.total = state.total * factor + sum(total);
     state.top = found;
     return factor;
@@ -307,27 +313,30 @@ void attend_several(const Attention& a, const Task& task) {
                         sizeof(Places<T>) + sizeof(Softmax) * static_cast<size_t>(rows), 8);
     float* out = scratch.take<float>(rows * width);
     float* scores = scratch.take<float>(rows * TILE);
-    T* q = scratch.take<T>(rows * inputs);
+    T* copy = scratch.take<T>(rows * inputs);
     T* weights = scratch.take<T>(rows * TILE);
     T* key_panel = scratch.take<T>(COLUMNS * inputs);
     T* value_panel = scratch.take<T>(COLUMNS * TILE);
     auto& places = *scratch.take<Places<T>>(1);
     auto* states = scratch.take<Softmax>(rows);
-    std::fill_n(out, rows * width, 0.0f);
     std::fill_n(states, rows, Softmax{});
-    for (long r = 0; r < rows; r++) {
-        const T* from = static_cast<const T*>(a.q) + (task.first_row + r / group) * a.q_stride +
-                        (task.head * group + r % group) * dim;
-        std::copy_n(from, dim, q + r * inputs);
-        std::fill_n(q + r * inputs + dim, inputs - dim, T{});
+    const T* q = static_cast<const T*>(a.q) + task.first_row * a.q_stride + task.head * group * dim;
+    long q_stride = a.q_stride;
+    if (group > 1 || inputs > dim) {
+        for (long r = 0; r < rows; r++) {
+            std::copy_n(q + r / group * a.q_stride + r % group * dim, dim, copy + r * inputs);
+            std::fill_n(copy + r * inputs + dim, inputs - dim, T{});
+        }
+        q = copy, q_stride = inputs;
     }
     for (long first = task.first_key; first < task.last_key; first += TILE) {
+        const bool begun = first > task.first_key;  // something is in `out` already
         const long count = std::min(TILE, task.last_key - first);
         const long padded = padded_inputs<T>(count);
         places.find(a, task, first, count);
         for (long c = 0; c < count; c += COLUMNS) {
             pack_keys(places.keys + c, std::min<long>(COLUMNS, count - c), dim, inputs, key_panel);
-            multiply(rows, q, inputs, key_panel, inputs, scores + c, TILE, false);
+            multiply(rows, q, q_stride, key_panel, inputs, scores + c, TILE, false);
         }
         for (long r = 0; r < rows; r++) {
             const long at = position + r / group;
@@ -336,11 +345,11 @@ void attend_several(const Attention& a, const Task& task) {
             const float factor =
                 weigh(a, scores + r * TILE, std::min(from, count), std::max(to, 0L), padded, states[r],
                       weights + r * TILE);
-            scale_row(out + r * width, width, factor);
+            if (begun) scale_row(out + r * width, width, factor);
         }
         for (long c = 0; c < dim; c += COLUMNS) {
             pack_values(places.values, count, padded, c, std::min<long>(COLUMNS, dim - c), value_panel);
-            multiply(rows, weights, TILE, value_panel, padded, out + c, width, true);
+            multiply(rows, weights, TILE, value_panel, padded, out + c, width, begun);
         }
     }
     for (long r = 0; r < rows; r++) {

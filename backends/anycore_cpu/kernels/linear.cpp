@@ -17,6 +17,14 @@ constexpr long TASKS = 32;                 // that there should be before any be
 
 template <class T, class Out>
 void finish(const float* sums, long rows, long columns, const T* bias, Out* out, long stride) {
+    if (columns == COLUMNS) {
+        constexpr int VECTORS = COLUMNS / LANES;
+        Floats added[VECTORS];
+        for (int v = 0; v < VECTORS; v++) added[v] = bias ? load(bias + v * LANES) : Floats{};
+        for (long r = 0; r < rows; r++, sums += COLUMNS, out += stride)
+            for (int v = 0; v < VECTORS; v++) store(out + v * LANES, load(sums + v * LANES) + added[v]);
+        return;
+    }
     for (long r = 0; r < rows; r++, sums += COLUMNS, out += stride) {
         long c = 0;
         for (; c + LANES <= columns; c += LANES) {
