@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from anycore.contract.costs import StepShape, activation_bytes, reference_workspace
 from anycore_cpu.kernels import build
-from anycore_cpu.probe import processor_flags
+from anycore_cpu.probe import processor_flags, usable_cores
 
 PADDING = 512
 """Padded places of a group of decoding requests: `attention.CALL_COST`."""
@@ -93,12 +93,24 @@ TEXT_ROWS = 128
 """Most rows of a recorded text."""
 
 
+CAPACITY, GROUP = 768, 256
+"""Rows that texts of a group have at most, and should have: `texts.py`. They stay in a core's second cache."""
+
+
 def recorded(shape: StepShape) -> int:
-    """What recorded steps take: the widest moment of the largest one, and the buffers that batches are copied to."""
+    """What recorded steps take: the widest moment of the largest one, and the buffers that batches are copied to. Of
+    texts that are encoded in groups, each thread's has memory of its own.
+    """
     if shape.rounded or not build.available(processor_flags()):
         return 0
     rows = min(shape.seqs, REQUESTS) if shape.block_size else TEXT_ROWS
     blocks = -(-shape.longest // shape.block_size) if shape.block_size else 0
+    groups = 0 if shape.block_size else usable_cores() * _working(shape, min(CAPACITY, shape.rows))
+    return _working(shape, rows) + rows * (4 * blocks + 44) + groups
+
+
+def _working(shape: StepShape, rows: int) -> int:
+    """Bytes that a recorded step of so many rows works in."""
     beside = shape.element * shape.hidden + 16 * shape.head_dim if shape.gated else 0  # a norm's result, angles twice
     step = activation_bytes(shape, rows) + rows * beside
-    return step + step // 2 + rows * (4 * blocks + 44)  # half as much again lies between pieces that are in use
+    return step + step // 2  # half as much again lies between pieces that are in use

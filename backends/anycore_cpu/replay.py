@@ -24,6 +24,7 @@ from anycore_cpu.costs import REQUESTS, TEXT_ROWS
 from anycore_cpu.kernels.attention import KernelPlan
 from anycore_cpu.kernels.library import Kernels
 from anycore_cpu.kernels.recording import Call, NotRecorded
+from anycore_cpu.texts import Script, grouped, record
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +64,14 @@ class ReplayStep:
         self._tables = torch.zeros(rows, blocks, dtype=torch.int32)
         self._programs: dict[Kind, Program | None] = {}
         self._caches: list[Any] = []  # that they store to
+        self._scripts: dict[tuple[bool, bool, bool], Script | None] = {}  # causal; with segment ids; with output rows
         self._said: set[str] = set()
 
     def __call__(self, batch: Batch, sampling: Sampling | None) -> StepOutput:
+        groups = grouped(batch.query_lens, self.kernels.threads) if batch.kv is None and sampling is None else None
+        if groups is not None:
+            script = self._script(batch)
+            return self.step(batch, None) if script is None else StepOutput(script.run(self.kernels, batch, groups))
         kind = kind_of(batch)
         if kind is None:
             return self.step(batch, sampling)
@@ -93,13 +99,27 @@ class ReplayStep:
             with self.kernels.recording() as recorder:
                 rows = self.step.forward(mine)
         except NotRecorded as error:
-            if str(error) not in self._said:
-                log.warning("steps are not recorded, every operation is called from Python: %s", error)
-            self._said.add(str(error))
-            return None
+            return self._say(error)
         calls, kept = recorder.program()
         assert rows.is_contiguous()
         return Program(calls, kept, mine, rows.data_ptr(), rows.shape, rows.dtype)
+
+    def _script(self, batch: Batch) -> Script | None:
+        """What is run for groups of texts; None where they cannot be recorded, or wanted rows are not one a text."""
+        if batch.output_rows is not None and not one_each(batch):
+            return None
+        kind = batch.causal, batch.token_types is not None, batch.output_rows is not None
+        if kind not in self._scripts:
+            try:
+                self._scripts[kind] = record(self.step, self.kernels, batch)
+            except NotRecorded as error:
+                self._scripts[kind] = self._say(error)
+        return self._scripts[kind]
+
+    def _say(self, error: NotRecorded) -> None:
+        if str(error) not in self._said:
+            log.warning("steps are not recorded, every operation is called from Python: %s", error)
+        self._said.add(str(error))
 
     def _batch(self, like: Batch) -> Batch:
         """The first places of the buffers, as a batch of the same kind."""
@@ -134,6 +154,15 @@ class ReplayStep:
             mine.slots.copy_(batch.slots)
             mine.seq_lens_device.copy_(batch.seq_lens_device)
             mine.block_tables[:, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+
+
+def one_each(batch: Batch) -> bool:
+    """Whether the wanted rows are one of each request, in order."""
+    assert batch.output_rows is not None
+    if len(batch.output_rows) != len(batch.query_lens):
+        return False
+    starts = batch.query_starts_device
+    return bool(((batch.output_rows >= starts[:-1]) & (batch.output_rows < starts[1:])).all())
 
 
 def kind_of(batch: Batch) -> Kind | None:

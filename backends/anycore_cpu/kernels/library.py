@@ -37,6 +37,7 @@ SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, .
     "anycore_pool": (None, (ADDRESS, ADDRESS, LONG, LONG, INT, INT, ADDRESS)),
     "anycore_sample": (None, (ADDRESS, LONG, LONG, *[ADDRESS] * 5, INT, ADDRESS, ADDRESS)),
     "anycore_replay": (None, (ctypes.POINTER(Call), LONG)),
+    "anycore_replay_texts": (None, (ADDRESS,)),
     **quantised.SIGNATURES,
 }
 
@@ -77,13 +78,13 @@ class Kernels:
         return self._library
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self, arena: Arena | None = None) -> Iterator[Recorder]:
         """Note the kernels that are called inside, which work in memory of their own. NotRecorded: torch computes."""
         library = self._library
         recorder = Recorder(library, SIGNATURES)
         self._library = recorder
         try:
-            with OnlyKernels(self._arena):
+            with OnlyKernels(self._arena if arena is None else arena):
                 yield recorder
         finally:
             self._library = library
@@ -93,6 +94,7 @@ class Kernels:
 
     def set_threads(self, count: int) -> None:
         """How many threads share a call's work, the caller among them."""
+        self.threads = count
         self._library.anycore_threads(count)
 
     def pack(self, weight: Tensor) -> PackedMatrix:

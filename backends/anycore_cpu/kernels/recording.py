@@ -10,6 +10,7 @@ import mmap
 import struct
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,8 +46,9 @@ class Arena:
 
     def __init__(self, size: int = RESERVED) -> None:
         self.peak = 0  # bytes, of the largest step
+        self.size = size
         self._memory = mmap.mmap(-1, size)
-        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = [(0, size)]  # offset and size, in order, no two side by side
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
@@ -58,9 +60,9 @@ class Arena:
                 self._free[i : i + 1] = [(offset + size, room - size)] if room > size else []
                 break
         else:
-            raise NotRecorded(f"a step works in more than {len(self._memory) >> 20} MiB")
+            raise NotRecorded(f"a step works in more than {self.size >> 20} MiB")
         self.peak = max(self.peak, offset + size)
-        piece = (ctypes.c_char * size).from_address(self._start + offset)  # which torch holds on to
+        piece = (ctypes.c_char * size).from_address(self.start + offset)  # which torch holds on to
         weakref.finalize(piece, self._release, offset, size).atexit = False
         return torch.frombuffer(piece, dtype=dtype)[:count].view(shape)
 
@@ -74,14 +76,23 @@ class Arena:
         self._free.insert(at, (offset, size))
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A kernel that was called: where it is to be called again, with which words, and the structs these point to."""
+
+    name: str
+    run: int
+    words: ctypes.Array[ctypes.c_char]
+    structures: list[Any]
+
+
 class Recorder:
     """Stands where the library does: calls its kernels, and writes the calls down."""
 
     def __init__(self, library: ctypes.CDLL, signatures: Signatures) -> None:
         self._library = library
         self._signatures = signatures
-        self._calls: list[tuple[int, ctypes.Array[ctypes.c_char]]] = []
-        self._kept: list[ctypes.Structure] = []
+        self.lines: list[Line] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         try:
@@ -94,21 +105,21 @@ class Recorder:
         def called(*arguments: Any) -> None:
             getattr(self._library, name)(*arguments)
             assert place is not None
-            self._calls.append((place, self._words(types, arguments)))
+            structures = [value for value in arguments if isinstance(value, ctypes.Structure)]
+            self.lines.append(Line(name, place, self._words(types, arguments), structures))
 
         return called
 
     def program(self) -> tuple[ctypes.Array[Call], list[Any]]:
         """All calls so far, and what has to live as long as they may be made."""
-        words = [words for _, words in self._calls]
-        calls = (Call * len(words))(*[Call(place, ctypes.addressof(words)) for place, words in self._calls])
-        return calls, [words, self._kept]
+        calls = [Call(line.run, ctypes.addressof(line.words)) for line in self.lines]
+        return (Call * len(calls))(*calls), list(self.lines)
 
-    def _words(self, types: tuple[Any, ...], arguments: tuple[Any, ...]) -> ctypes.Array[ctypes.c_char]:
+    @staticmethod
+    def _words(types: tuple[Any, ...], arguments: tuple[Any, ...]) -> ctypes.Array[ctypes.c_char]:
         packed = b""
         for kind, value in zip(types, arguments, strict=True):
             if isinstance(value, ctypes.Structure):
-                self._kept.append(value)
                 packed += struct.pack("=Q", ctypes.addressof(value))
             else:
                 packed += struct.pack(FORMATS[kind], value or 0)
