@@ -99,7 +99,8 @@ class ReplayStep:
             with self.kernels.recording() as recorder:
                 rows = self.step.forward(mine)
         except NotRecorded as error:
-            return self._say(error)
+            self._say(error)
+            return None
         calls, kept = recorder.program()
         assert rows.is_contiguous()
         return Program(calls, kept, mine, rows.data_ptr(), rows.shape, rows.dtype)
@@ -113,7 +114,8 @@ class ReplayStep:
             try:
                 self._scripts[kind] = record(self.step, self.kernels, batch)
             except NotRecorded as error:
-                self._scripts[kind] = self._say(error)
+                self._say(error)
+                self._scripts[kind] = None
         return self._scripts[kind]
 
     def _say(self, error: NotRecorded) -> None:

@@ -110,8 +110,9 @@ def record(step: WholeStep, kernels: Kernels, like: Batch) -> Script:
     plan.common  # noqa: B018  its tensors, made before anything is recorded
     with kernels.recording(arena) as recorder:
         rows = step.forward(batch)
-    tensors = {"ids": batch.input_ids, "positions": batch.positions, "starts": plan.starts, "lengths": plan.lengths}
+    tensors: dict[str, Tensor | None] = {"ids": batch.input_ids, "positions": batch.positions}
     tensors |= {"types": batch.token_types, "wanted": batch.output_rows}
+    tensors |= {"starts": plan.starts, "lengths": plan.lengths}
     writer = Writer(arena, {x.data_ptr(): name for name, x in tensors.items() if x is not None})
     steps = [Step(line.run, writer.line(line)) for line in recorder.lines]
     script, patches = bytes(writer.script), (ctypes.c_int64 * len(writer.patches))(*writer.patches)
@@ -142,7 +143,7 @@ class Writer:
 
     def line(self, line: Line) -> int:
         """Append a call's words; returns where they begin."""
-        words = [int.from_bytes(line.words[at : at + 8], "little") for at in range(0, len(line.words), 8)]
+        words = [int.from_bytes(line.words.raw[at : at + 8], "little") for at in range(0, len(line.words), 8)]
         if line.name == "anycore_attention":
             (what,) = line.structures
             at = self._attention(what)

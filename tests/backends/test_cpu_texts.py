@@ -10,13 +10,13 @@ from typing import Any
 import engines
 import pytest
 import torch
-from anycore_cpu.texts import grouped
 from backends.cpu_kernels import LEVELS, kernels_of
 
 from anycore.engine.engine import Engine
 from anycore_cpu import replay
 from anycore_cpu.costs import CAPACITY, GROUP
 from anycore_cpu.replay import ReplayStep
+from anycore_cpu.texts import grouped
 
 
 def replaying(made: Engine) -> ReplayStep:
