@@ -218,26 +218,31 @@ class Here(Round):
         engine.reset_prefix_cache()
         moments: dict[str, list[float]] = {}  # of a request: sent, then each of its tokens
         began, skipped = time.process_time(), 0.0
+        free = deque([0.0] * (concurrency or 0))  # when places of conversations became free
+        ended: list[float] = []  # by the last step: an answer is on its way while the next one is computed
 
         def now() -> float:
             return time.process_time() - began + skipped
 
         while rows or engine.has_work():
-            while rows and rows[0]["at"] <= now() and (concurrency is None or len(moments) < concurrency):
+            while rows and rows[0]["at"] <= now() and (concurrency is None or free):
                 row = rows.popleft()
                 name = str(len(rows))
-                moments[name] = [now() if concurrency else row["at"]]
+                moments[name] = [free.popleft() if concurrency else row["at"]]
                 sampling = SamplingParams(max_tokens=row["max_tokens"], ignore_eos=True)
                 new = NewRequest(id=name, task=Task.GENERATE, token_ids=row["prompt"], sampling=sampling)
                 engine.add(new)
             if not engine.has_work():
                 skipped += max(0.0, rows[0]["at"] - now())
+                free, ended = deque([*free, *ended]), []
                 continue
             deltas = engine.step()
             at = now()
+            free, ended = deque([*free, *ended]), []
             for delta in deltas:
                 moments[delta.id].append(at)
                 if delta.finish:
+                    ended += [at] if concurrency else []
                     sent, first, *rest = moments.pop(delta.id)
                     found.sent.append(sent)
                     found.first.append(first)
