@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,11 +22,12 @@ from anycore.errors import DoesNotFit
 RACE = """
 import sys, time
 from pathlib import Path
-sys.path[:0] = sys.argv[4:]
+sys.path[:0] = sys.argv[3:]
 from engine.test_leases import device_plan
 from anycore.engine.leases import Lease
-used, gate = Path(sys.argv[1]), float(sys.argv[3])
-time.sleep(max(0, gate - time.time()))
+used = Path(sys.argv[1])
+print("here", flush=True)
+sys.stdin.readline()
 with Lease("fake-0", Path(sys.argv[2])) as lease:
     made = lease.take(lambda reserved: device_plan(used, reserved))
     time.sleep(0.5)  # weights are read
@@ -63,9 +64,13 @@ def test_two_processes_that_start_together_share_the_device(tmp_path: Path) -> N
     """Both want 0.9 of it. Without leases both would see it free and take 90 GiB each."""
     used = tmp_path / "used"
     used.write_text("0")
-    gate = time.time() + 4
-    command = [sys.executable, "-c", RACE, str(used), str(tmp_path), str(gate), str(Path(__file__).parent.parent)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    command = [sys.executable, "-c", RACE, str(used), str(tmp_path), str(Path(__file__).parent.parent)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    assert [process.stdout.readline() for process in both] == ["here\n"] * 2  # type: ignore[union-attr]
+    for process in both:
+        process.stdin.write("go\n")  # type: ignore[union-attr]
+        process.stdin.flush()  # type: ignore[union-attr]
     shares = sorted(int(process.communicate(timeout=60)[0]) for process in both)
     assert [process.returncode for process in both] == [0, 0]
     assert shares[0] < 10 * GIB < 60 * GIB < shares[1]
