@@ -13,6 +13,7 @@ import tiny
 import torch
 from parallel.inprocess import LOADED, Group, ready
 
+from anycore.cli.main import main
 from anycore.config import ModelConfig
 from anycore.contract.declare import Probe
 from anycore.contract.formats import Format
@@ -241,3 +242,18 @@ def test_groups_that_would_come_apart_are_refused(folders: dict[str, Path]) -> N
     check_formats(shard(spec, 0, 2), Quantization("w4a16", {name: Format("int4", 128)}))
     with pytest.raises(Unsupported, match=r"groups of 128 .* 4 ranks: .*down_proj.* 256 inputs, .* would have 64"):
         check_formats(shard(spec, 0, 4), Quantization("w4a16", {name: Format("int4", 128)}))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
+def test_quantised_checkpoints_are_divided(folders: dict[str, Path], tmp_path: Path, scheme: str) -> None:
+    """As they are, in bfloat16, and made dense: then ids are those of one rank."""
+    folder = tmp_path / scheme
+    assert main(["convert", str(folders["llama"]), str(folder), "--quantization", scheme]) == 0
+    for settings in ({"quantization": "none"}, {"dtype": "bfloat16"}):
+        wanted = engines.run(engines.engine(folder, **settings), prompts(400), logprobs=1)
+        group = Group(folder, 2, **settings)
+        assert group.engines[1].card["quantization"] == (None if "quantization" in settings else scheme)
+        for found in group.run(lambda engine: engines.run(engine, prompts(400), logprobs=1)):
+            for mine, theirs in zip(wanted, found, strict=True):
+                assert theirs.logprobs[0].logprob == pytest.approx(mine.logprobs[0].logprob, abs=0.2)
+                assert "quantization" not in settings or theirs.tokens == mine.tokens
