@@ -149,7 +149,8 @@ def by_schema(operation: Any, seed: int, examples: int, report: Report) -> None:
         kind = str(answer.headers.get("content-type", [""])[0])
         is_text = kind.startswith("text/plain") and answer.status_code == 200  # metrics
         problem = None if is_text else problem_of(answer.status_code, f"content-type: {kind}", answer.content)
-        report.note(answer.status_code, problem, f"seed {seed}: {case.as_curl_command()[:600]}")
+        what = f"seed {seed}: {case.method} {case.formatted_path} {str(case.body)[:600]} -> {answer.content[-300:]!r}"
+        report.note(answer.status_code, problem, what)
 
     run()
 
