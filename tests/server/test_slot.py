@@ -9,8 +9,9 @@ import asyncio
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,24 @@ def ask(live: Live, tokens: int, model: str = "lm") -> httpx.Response:
     return live.post("/v1/completions", body)
 
 
-def streamed(live: Live, tokens: int, model: str = "lm") -> str:
-    """All events of a stream."""
+def streamed(live: Live, tokens: int, model: str = "lm", begun: threading.Event | None = None) -> str:
+    """All events of a stream; with the first one it has begun."""
     body = {"model": model, "prompt": "a", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    text = ""
     with httpx.stream("POST", live.url + "/v1/completions", json=body, timeout=30, verify=False) as response:
-        return "".join(response.iter_text())
+        for part in response.iter_text():
+            text += part
+            if begun is not None:
+                begun.set()
+    return text
+
+
+def begin(live: Live, pool: ThreadPoolExecutor, tokens: int) -> Future[str]:
+    """A stream that has begun. Asking the server what runs may come too late for a short one."""
+    begun = threading.Event()
+    stream = pool.submit(streamed, live, tokens, begun=begun)
+    assert begun.wait(30)
+    return stream
 
 
 def entry(live: Live, place: int = 0) -> dict[str, Any]:
@@ -160,8 +174,7 @@ def test_where_two_do_not_fit_requests_wait_for_the_switch(t_lm: Path, tmp_path:
     ):
         for body, status in (({}, 200), ({"checkpoint": str(tmp_path / "empty")}, 400)):
             (first,) = live.engines()
-            long = pool.submit(streamed, live, 60)
-            live.wait(lambda: running(live) == 1, 5)
+            long = begin(live, pool, 200)  # long enough for what drains to be seen
             change = pool.submit(live.post, "/v1/models/lm/reload", body)
             live.wait(lambda: entry(live)["phase"] == "draining", 5)
             answers = [pool.submit(ask, live, 5) for _ in range(8)]
@@ -201,8 +214,7 @@ def test_an_engine_that_dies_during_a_reload_is_followed_by_the_new_one(shared: 
 def test_an_unloaded_model_takes_nothing_until_it_is_loaded(shared: Live) -> None:
     live = shared
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(streamed, live, 50)
-        live.wait(lambda: running(live) == 1, 5)
+        long = begin(live, pool, 50)
         assert live.post("/v1/models/lm/unload").json()["phase"] == "unloaded"
         assert "[DONE]" in long.result()
         assert live.engines() == []
@@ -232,8 +244,7 @@ def test_an_idle_model_is_unloaded_and_comes_back_for_a_request(t_lm: Path) -> N
 def test_a_move_loads_there_and_drops_here(shared: Live) -> None:
     live = shared
     with ThreadPoolExecutor(1) as pool:
-        long = pool.submit(streamed, live, 50)
-        live.wait(lambda: running(live) == 1, 5)
+        long = begin(live, pool, 50)
         assert live.post("/v1/models/lm/move", {"backend": "elsewhere", "device": 1}).status_code == 200
         assert "[DONE]" in long.result()
         live.wait(lambda: len(live.engines()) == 1, 5)
