@@ -23,11 +23,14 @@ VENDOR_EXCEPTIONS = {"contract/backend.py": {"nccl", "hccl"}}  # a doc comment: 
 CLI, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT = "cli", "server", "llm", "text", "engine", "models", "contract"
 BENCH, BATCH, SIMULATE = "bench", "batch", "simulate"
 RANKS = "ranks"
+DISTRIBUTED = "distributed"
 COMMON = {"errors", "config", "__init__"}
 LOADING = {"plugins", "choose", "guard", "capabilities", "evidence"}
 ASKING = {"ask", "answers"}
 ALLOWED = {
-    CLI: {RANKS, SIMULATE, BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, *ASKING, *COMMON, *LOADING},
+    CLI: {DISTRIBUTED, RANKS, SIMULATE, BENCH, BATCH, SERVER, LLM, TEXT, ENGINE, MODELS, CONTRACT, *ASKING, *COMMON}
+    | LOADING,
+    DISTRIBUTED: {SERVER, RANKS, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     SERVER: {RANKS, "toolbox", TEXT, ENGINE, MODELS, CONTRACT, "ask", "answers", *COMMON, *LOADING},
     LLM: {RANKS, "chats", "toolbox", TEXT, ENGINE, MODELS, CONTRACT, *COMMON, *LOADING},
     "chats": {"toolbox", TEXT, "engine.request", "errors"},

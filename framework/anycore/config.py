@@ -151,6 +151,14 @@ class ModelConfig:
         None, "OpenAI-compatible server that answers for this model, such as http://host:8000/v1: requests go there"
     )
     url_api_key_env: str | None = setting(None, "environment variable that holds the key for --url")
+    ray_resources: str | None = setting(
+        None, 'JSON object: what each rank of an engine reserves with --ray, such as {"GPU": 1} (default: {"CPU": 1})'
+    )
+    ray_autoscaling: str | None = setting(
+        None,
+        "JSON object: how many engines --ray keeps, as Ray Serve's autoscaling_config: max_replicas, "
+        "target_ongoing_requests and others (default: always --replicas)",
+    )
     threads: int | None = setting(
         None, "threads the backend's host code may use (default: the cores this process may use)"
     )
@@ -294,6 +302,11 @@ class ServerConfig:
         60.0,
         "seconds in which a client must take 16 KiB of an answer that waits for it, or the rest of it, over and over; "
         "slower ones are cut off and their request is given up; 0: no limit",
+    )
+    ray: str | None = setting(
+        None,
+        "run fronts and engines on a Ray cluster: auto, the one of this machine; HOST:PORT; or local, one of this "
+        "machine alone",
     )
     reuse_port: bool = setting(
         False, "share the port with another server, such as the one that this one takes over from (SO_REUSEPORT)"

@@ -56,5 +56,9 @@ def run(options: argparse.Namespace) -> int:
     log.info("server: %s", shown(settings.server) or "defaults")
     for model in settings.models:
         log.info("model: %s", shown(model))
+    if settings.server.ray is not None:
+        from anycore.distributed.run import serve as serve_on_cluster
+
+        return serve_on_cluster(settings.server, settings.models)
     with show_progress() as progress:
         return serve(settings.server, settings.models, progress=progress)
