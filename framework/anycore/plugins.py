@@ -128,9 +128,7 @@ def load(entries: Iterable[EntryPoint] | None = None, environ: Mapping[str, str]
                 reason = "another plugin brings this architecture already, and is kept"
                 failures.append(PluginFailure(model.name, origin, reason, "Leave one out with ANYCORE_PLUGINS."))
     ranked = sorted(backends.values(), key=lambda spec: -spec.priority)
-    return Plugins(
-        tuple(ranked), tuple(failures), hooks, tuple(models.values()), tuple(formats), tuple(tools.values())
-    )
+    return Plugins(tuple(ranked), tuple(failures), hooks, tuple(models.values()), tuple(formats), tuple(tools.values()))
 
 
 def _manager() -> pluggy.PluginManager:

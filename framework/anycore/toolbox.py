@@ -41,7 +41,7 @@ class FunctionTool:
         Raises:
             ConfigError: they are not enough to go by.
         """
-        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import get_json_schema
 
         try:
             described = get_json_schema(function)["function"]

@@ -120,7 +120,7 @@ def _tell(change: Event) -> list[bytes]:
         return [*before, _event("content_block_stop", index=block.index)]
     if what is Change.OPENED:
         opening = _block(block)
-        opening |= {"input": {}} if block.kind is Kind.CALL else {_FIELDS[block.kind]: ""}
+        opening["input" if block.kind is Kind.CALL else _FIELDS[block.kind]] = {} if block.kind is Kind.CALL else ""
         return [_event("content_block_start", index=block.index, content_block=opening)]
     delta = {"type": _DELTAS[block.kind], _FIELDS[block.kind]: text}
     return [_event("content_block_delta", index=block.index, delta=delta)]

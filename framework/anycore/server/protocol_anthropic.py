@@ -113,10 +113,12 @@ def _texts(content: Any, path: str) -> str:
     """Return the text of a string or of blocks of text."""
     if isinstance(content, str):
         return content
-    blocks = content if isinstance(content, list) else [None]
-    if any(not isinstance(block, dict) or block.get("type") != "text" for block in blocks):
-        raise BadRequest(f"{path} must be a string or a list of text blocks", param=path)
-    return "\n".join(_string(block.get("text"), path) for block in blocks)
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        if not isinstance(block, dict) or block.get("type") != "text":
+            raise BadRequest(f"{path} must be a string or a list of text blocks", param=path)
+        texts.append(_string(block.get("text"), path))
+    return "\n".join(texts)
 
 
 def _string(value: Any, path: str) -> str:

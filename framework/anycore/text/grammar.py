@@ -118,7 +118,8 @@ def speller(tokenizer: Tokenizer) -> Callable[[str], str]:
     parts = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
 
     def spell(text: str) -> str:
-        terms, start = [], 0
+        terms: list[str | int] = []
+        start = 0
         for found in parts.finditer(text):
             terms += [text[start : found.start()], marks[found.group()]]
             start = found.end()
