@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,7 @@ def repeat(row: Row, times: int, seconds: float, once: Callable[[int], None]) ->
     while row.times < times and time.monotonic() < end:
         once(row.times)
         row.times += 1
+        print(f"{row.text}: {row.times}", file=sys.stderr)
     return row
 
 

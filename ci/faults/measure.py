@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -88,6 +89,7 @@ def exercise(place: Place, fault: Fault, times: int, seconds: float = 1e9) -> Ro
                 row.orphans += len(left_after(before[:1], 5))
             live.wait_ready(WAIT)
             row.times += 1
+            print(f"{fault.text}: {row.times}", file=sys.stderr)
             if time.monotonic() > end:
                 break
         answered = traffic.ends.answered

@@ -1,4 +1,5 @@
-"""A real engine on the CPU that is killed, and reloaded from a damaged checkpoint, with requests running."""
+"""A real engine on the CPU that is killed, and reloaded from a damaged checkpoint, with requests running; clients that
+leave or fall silent, as `ci/faults` does it many times."""
 
 from __future__ import annotations
 
@@ -6,12 +7,23 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from server.harness import Live, serve_process
+import tiny
+from server.conftest import served
+from server.harness import Live, serve_here, serve_process
+
+from anycore.server import http
+
+sys.path.append(str(Path(__file__).parents[2] / "ci"))
+
+from faults import clients
+from faults.kinds import FAULTS, Place
+from faults.measure import exercise
 
 KILLS = 5
 
@@ -76,3 +88,22 @@ def test_a_damaged_checkpoint_is_refused_and_a_whole_one_taken(live: Live, t_lm:
             assert {answer.result() for answer in answers} == {expected}
     live.wait(lambda: len(live.engines()) == 1, 10)
     assert reserved(live) == []
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A server that has little patience with clients."""
+    folder = tiny.tiny_lm(tmp_path_factory.mktemp("long"), layers=1, max_positions=2048)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http, "LOOK_TICKS", 1)
+        patch.setattr(clients, "LIMIT", 0.5)
+        with serve_here(served(folder, "lm"), read_timeout=0.5, write_timeout=0.5) as live:
+            yield Place(live, folder, folder)
+
+
+@pytest.mark.parametrize("name", ["leave", "half-open"])
+def test_m10_m12_clients_that_misbehave_cost_the_others_nothing(strict: Place, name: str) -> None:
+    row = exercise(strict, FAULTS[name], times=3)
+    assert row.times == 3
+    assert row.ends.answered == row.ends.sent > 0
+    assert row.bad == 0, row.line()
