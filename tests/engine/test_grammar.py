@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tiny import tiny_lm
 
 from anycore import LLM, SamplingParams
+from anycore.engine.grammar import SECONDS, Grammars
 from anycore.engine.request import NewRequest
 from anycore.errors import AnycoreError
 from anycore.text import grammar
@@ -134,3 +136,41 @@ def test_an_abort_while_compiling_leaves_nothing(llm: LLM) -> None:
 def test_what_cannot_be_held_to_is_refused(make: Any, told: str) -> None:
     with pytest.raises(AnycoreError, match=told):
         make()
+
+
+def test_the_time_for_a_grammar_begins_when_the_vocabulary_is_there() -> None:
+    """A server's first grammar waits for the tokens' texts, however long these take; a slow grammar is not kept."""
+    there = threading.Event()
+
+    def vocabulary() -> Any:
+        there.wait(30)
+        raise AnycoreError("no tokens")
+
+    grammars = Grammars(vocabulary)
+    grammars.begin("first", grammar.regex("a"), now=0.0)
+    assert not list(grammars.ready(now=100.0, idle=False))
+    there.set()
+    while not (found := list(grammars.ready(now=100.0, idle=True))):
+        pass
+    assert [name for name, _ in found] == ["first"]
+    assert not grammars.awaited
+
+
+def test_a_grammar_that_takes_too_long_is_given_up_and_not_kept() -> None:
+    release = threading.Event()
+
+    class Slow(Grammars):
+        @staticmethod
+        def _compile(text: str, tokens: Any) -> Any:
+            release.wait(30)
+            raise AnycoreError("too late")
+
+    grammars = Slow(lambda: None)  # type: ignore[arg-type, return-value]
+    grammars.begin("slow", "x", now=0.0)
+    while grammars._since < 0:
+        list(grammars.ready(now=1.0, idle=True))
+    (given_up,) = grammars.ready(now=1.1 + SECONDS, idle=False)
+    release.set()
+    assert given_up[0] == "slow"
+    assert "5 s" in str(given_up[1])
+    assert not grammars._compiled

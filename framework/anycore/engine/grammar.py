@@ -6,6 +6,7 @@ release Python's lock. Both are limited in work, so that a hostile grammar ends 
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
 
 KEPT = 64  # compiled grammars, the ones used last
 COMPILING = 2  # at a time
-SECONDS = 5.0  # for compiling one, from arrival
+SECONDS = 5.0  # for compiling one, from arrival, or from when the vocabulary was there
+HEAVY = 1.0  # seconds: what takes longer to compile takes much memory, too, and is not kept for others
+LEXER_FUEL = 200_000  # work and states that llguidance may take for one grammar: less than its own limits
+LEXER_STATES = 100_000
 MOMENT = 0.01  # seconds that an engine with nothing else to do waits before it looks for new requests
 
 
@@ -32,6 +36,7 @@ class GrammarState:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
+        self.seconds = 0.0  # that it took to compile
 
     @property
     def error(self) -> str:
@@ -55,6 +60,7 @@ class GrammarState:
 class Awaited:
     """A request whose grammar is being compiled."""
 
+    grammar: str
     compiled: Future[GrammarState]
     since: float
 
@@ -70,30 +76,34 @@ class Grammars:
         self._vocabulary = vocabulary
         self._tokens: Future[LLTokenizer] | None = None
         self._threads = ThreadPoolExecutor(COMPILING + 1, thread_name_prefix="grammar")
+        self._since = -1.0  # when the vocabulary was there; below 0 until then
         self._compiled: OrderedDict[str, Future[GrammarState]] = OrderedDict()
         self.awaited: dict[str, Awaited] = {}  # by the ids of the requests
 
     def begin(self, request_id: str, grammar: str, now: float) -> None:
         """Begin to compile a request's grammar; `ready` tells when it is."""
-        self.awaited[request_id] = Awaited(self.compile(grammar), now)
+        self.awaited[request_id] = Awaited(grammar, self.compile(grammar), now)
 
     def ready(self, now: float, idle: bool) -> Iterator[tuple[str, GrammarState | AnycoreError]]:
         """Yield requests that need to wait no longer, each with its grammar, of which to take copies, or with an error.
 
         With `idle`, wait a moment for one.
         """
+        if self._since < 0 and self._tokens is not None and self._tokens.done():
+            self._since = now
         if idle:
             wait([request.compiled for request in self.awaited.values()], MOMENT, FIRST_COMPLETED)
         for name, request in list(self.awaited.items()):
             outcome: GrammarState | AnycoreError | None = None
-            if request.compiled.done():
-                error = request.compiled.exception()
-                if error is None:
-                    outcome = request.compiled.result()
-                else:
-                    outcome = error if isinstance(error, AnycoreError) else AnycoreError(f"no grammar: {error}")
-            elif now - request.since > SECONDS:
+            late = self._since >= 0 and now - max(request.since, self._since) > SECONDS
+            if request.compiled.cancelled() or (late and not request.compiled.done()):
+                request.compiled.cancel()
+                self._compiled.pop(request.grammar, None)
                 outcome = InvalidGrammar(f"the grammar was not compiled within {SECONDS:g} s: simplify it")
+            elif request.compiled.done():
+                outcome = outcome_of(request.compiled)
+                if isinstance(outcome, GrammarState) and outcome.seconds > HEAVY:
+                    self._compiled.pop(request.grammar, None)
             if outcome is not None:
                 del self.awaited[name]
                 yield name, outcome
@@ -115,14 +125,25 @@ class Grammars:
 
     @staticmethod
     def _compile(grammar: str, tokens: Future[LLTokenizer]) -> GrammarState:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        state = GrammarState(LLMatcher(tokens.result(), grammar, log_level=0))
+        vocabulary, began = tokens.result(), time.monotonic()
+        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=LEXER_STATES)
+        state = GrammarState(LLMatcher(vocabulary, grammar, log_level=0, limits=limits))
         if not state.error:
             state.matcher.compute_bitmask()  # what the first mask takes, later ones find done
         if state.error:
             raise InvalidGrammar(f"the grammar cannot be used: {state.error}")
+        state.seconds = time.monotonic() - began
         return state
+
+
+def outcome_of(compiled: Future[GrammarState]) -> GrammarState | AnycoreError:
+    """What became of a grammar."""
+    error = compiled.exception()
+    if error is None:
+        return compiled.result()
+    return error if isinstance(error, AnycoreError) else AnycoreError(f"no grammar: {error}")
 
 
 class Masks:
