@@ -34,10 +34,10 @@ def serve(config: ServerConfig, models: Sequence[ModelConfig]) -> int:
 
     keys, _ = read_keys(config)
     target = application(config, models, keys)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     ray = join(config)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):  # joining has set its own
+        signal.signal(number, lambda *_: stop.set())
     try:
         ray_serve.start(proxy_location="EveryNode", http_options=http_options(config))
         failed: list[Exception] = []
