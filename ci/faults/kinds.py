@@ -40,6 +40,7 @@ class Fault:
     act: Act
     codes: frozenset[str] = frozenset()  # errors that it may end running requests with
     restarts: bool = False  # the engine is another one afterwards
+    flags: tuple[str, ...] = ()  # of the server
 
 
 def kill(place: Place) -> None:
@@ -127,6 +128,7 @@ def clock_environment(scratch: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(library), "FAULT_CLOCK": str(told)}
 
 
+IMPATIENT = ("--read-timeout", str(clients.LIMIT), "--write-timeout", str(clients.LIMIT))
 KILLED, STALLED = frozenset({"engine_dead"}), frozenset({"step_stalled"})
 
 FAULTS: dict[str, Fault] = {
@@ -141,7 +143,12 @@ FAULTS: dict[str, Fault] = {
     "half-open": Fault(
         "clients fall silent, half-open",
         in_turn(clients.silent_in_the_headers, clients.silent_in_the_body, clients.silent_in_the_answer),
+        flags=IMPATIENT,
     ),
-    "slow": Fault("slow clients", in_turn(clients.slow_to_send, clients.slow_to_read, clients.slow_but_steady)),
+    "slow": Fault(
+        "slow clients",
+        in_turn(clients.slow_to_send, clients.slow_to_read, clients.slow_but_steady),
+        flags=IMPATIENT,
+    ),
     "clock": Fault("the clock jumps", jump),
 }

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from server.harness import serve_process
 
-from faults.clients import LIMIT
 from faults.kinds import Fault, Place, clock_environment, jump
 from faults.traffic import CLIENTS, SECONDS, Ends, Traffic
 from faults.watch import blocks_free, held, left_after, processes, resident
@@ -107,10 +106,9 @@ def exercise(place: Place, fault: Fault, times: int, seconds: float = 1e9) -> Ro
 def run(fault: Fault, model: Path, times: int, seconds: float) -> Row:
     """Start a server over a tiny model, do a fault to it, and end it."""
     limits = ("--engine-restarts", str(times + 1), "--step-timeout", "20", "--request-timeout", str(SECONDS))
-    slow = ("--read-timeout", str(LIMIT), "--write-timeout", str(LIMIT))
     with tempfile.TemporaryDirectory() as scratch:
         env = clock_environment(Path(scratch)) if fault.act is jump else {}
-        with serve_process(str(model), *OPTIONS, *limits, *slow, env=env) as live:
+        with serve_process(str(model), *OPTIONS, *limits, *fault.flags, env=env) as live:
             row = exercise(Place(live, model, Path(scratch)), fault, times, seconds)
             last = processes(live)
             live.signal(signal.SIGTERM)
