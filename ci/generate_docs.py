@@ -216,6 +216,11 @@ def limits() -> str:
         ("headers, with the request line", f"{MAX_HEADER_BYTES:,} bytes", "400 `invalid_http`"),
         ("body", body, "413 `request_too_large`"),
         ("nesting of the body", f"{MAX_DEPTH} levels", "400 `nested_too_deeply`"),
+        (
+            "time for headers, then for each 16 KiB of body",
+            f"{ServerConfig().read_timeout:g} s",
+            "408 `request_timeout`",
+        ),
     ]
     arrays = {
         "`prompt`, `input`, `documents`": f"{protocol.MAX_INPUTS:,} entries",
