@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
@@ -96,21 +95,22 @@ def test_a_settings_file_has_objects_as_yaml(tmp_path: Path) -> None:
     assert placement_of(ModelConfig(**read.models[0])).resources == {"GPU": 1}
 
 
-def test_loads_are_what_was_sent_or_reported_and_counters_outlive_engines() -> None:
+def test_loads_are_what_was_sent_and_counters_outlive_engines() -> None:
     loads = Loads()
-    loads.keep({"a": None, "b": msgspec.to_builtins(Stats(running=3, waiting=1, output_tokens=10, blocks=8))})
+    loads.keep({"a", "b"})
+    loads.report("b", Stats(running=3, waiting=1, output_tokens=10, blocks=8))
+    loads.report("c", Stats(output_tokens=100))  # gone already
     loads.begin("r1", "a")
     loads.begin("r2", "a")
-    assert (loads.of("a"), loads.of("b")) == (2, 4)
+    assert (loads.of("a"), loads.of("b"), loads.total().running) == (2, 0, 0)
     loads.begin("r2", "b")  # the first one had no room after all
     loads.end("r1")
     loads.end("r1")
-    assert (loads.of("a"), loads.of("b")) == (0, 4)
-    loads.keep({"a": msgspec.to_builtins(Stats(output_tokens=5, blocks=8))})
+    assert (loads.of("a"), loads.of("b"), loads.total().running) == (0, 1, 3)
+    loads.keep({"a"})
+    loads.report("a", Stats(output_tokens=5, blocks=8))
     total = loads.total()
     assert (total.output_tokens, total.running, total.blocks, len(loads)) == (15, 0, 8, 1)
-    loads.keep({"a": None})  # nothing new was reported
-    assert loads.total().output_tokens == 15
 
 
 def test_the_manifest_is_a_service_whose_settings_are_ours(tmp_path: Path) -> None:

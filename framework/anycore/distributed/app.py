@@ -15,7 +15,6 @@ from anycore.server.keys import Key
 
 ROUTER = "anycore.distributed.router:PrefixRouter"
 FRONT_REQUESTS = 100_000  # at a time: what is too much is refused by the application, in its own words
-STATS_SECONDS = 1.0
 HEAD = "node:__internal_head__"
 
 
@@ -76,7 +75,6 @@ def engine(name: str, config: ServerConfig, model: ModelConfig) -> Any:
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER,
             request_router_kwargs={"most": placement.most, "seats": placement.seats},
-            request_routing_stats_period_s=STATS_SECONDS,
         ),
         **actor(placement),
         **number,

@@ -164,14 +164,16 @@ class ClusterClient:
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError
 
-        request = stream.request
+        request, loads = stream.request, LOADS.get(self._deployment)
         answered = False
         response = self._handle.options(stream=True).generate.remote(data, hashes)
         try:
             async for said in response:
                 piece = decode_piece(said)
                 self.heard = time.monotonic()
-                if piece.replica:
+                if piece.stats is not None and loads is not None:
+                    loads.report(self._replicas.get(request.id, ""), piece.stats)
+                elif piece.replica:
                     self._replicas[request.id] = piece.replica
                 elif piece.refused is not None:
                     lost = piece.refused

@@ -1,14 +1,11 @@
-"""What each engine of a model has to do, as a front knows it: what it sent there, and what the engine has reported."""
+"""What each engine of a model has to do, as a front knows it: what it sent there, and what comes with answers."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from anycore.engine.request import Stats
 
-GAUGES = ("running", "waiting", "deferred", "blocks", "blocks_free")
+WORK = ("running", "waiting", "deferred")
+BLOCKS = ("blocks", "blocks_free")
 COUNTERS = (
     "steps",
     "padding_tokens",
@@ -35,10 +32,8 @@ class Loads:
         return len(self._reported)
 
     def of(self, replica: str) -> int:
-        """Sequences that a replica runs or has waiting."""
-        stats = self._reported.get(replica)
-        reported = 0 if stats is None else stats.running + stats.waiting
-        return max(reported, self._counts.get(replica, 0))
+        """Requests of this front that a replica has."""
+        return self._counts.get(replica, 0)
 
     def begin(self, request: str, replica: str) -> None:
         self.end(request)  # it may have been refused elsewhere
@@ -50,21 +45,26 @@ class Loads:
         if replica is not None:
             self._counts[replica] -= 1
 
-    def keep(self, replicas: dict[str, dict[str, Any] | None]) -> None:
-        """These are the replicas that there are, and what each has reported."""
-        for name in self._reported.keys() - replicas.keys():
+    def keep(self, replicas: set[str]) -> None:
+        """These are the replicas that there are."""
+        for name in self._reported.keys() - replicas:
             _add(self._gone, self._reported.pop(name), COUNTERS)
             self._counts.pop(name, None)
             self._open = {request: replica for request, replica in self._open.items() if replica != name}
-        for name, said in replicas.items():
-            self._reported[name] = msgspec.convert(said, Stats) if said else self._reported.get(name, Stats())
+        for name in replicas - self._reported.keys():
+            self._reported[name] = Stats()
+
+    def report(self, replica: str, stats: Stats) -> None:
+        """What a replica has said at the end of a request."""
+        if replica in self._reported:
+            self._reported[replica] = stats
 
     def total(self) -> Stats:
-        """Gauges of all there are, counters of all there were."""
+        """Counters of all there were, gauges of all there are: of one without requests, nothing runs or waits."""
         total = Stats()
         _add(total, self._gone, COUNTERS)
-        for stats in list(self._reported.values()):
-            _add(total, stats, GAUGES + COUNTERS)
+        for name, stats in list(self._reported.items()):
+            _add(total, stats, COUNTERS + BLOCKS + (WORK if self.of(name) else ()))
         return total
 
 

@@ -15,7 +15,6 @@ class Met(msgspec.Struct):
 
     planned: wire.Planned
     card: dict[str, Any]
-    stats: Stats
 
 
 class Piece(msgspec.Struct, omit_defaults=True):
@@ -23,6 +22,7 @@ class Piece(msgspec.Struct, omit_defaults=True):
 
     replica: str = ""
     deltas: list[Delta] = []
+    stats: Stats | None = None  # of the engine, at the end of an answer
     refused: wire.Refusal | None = None
 
 

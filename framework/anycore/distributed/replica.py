@@ -7,8 +7,6 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
-
 from anycore.config import ModelConfig, ServerConfig
 from anycore.distributed.pieces import Met, Piece, decode_request, encode
 from anycore.distributed.ranks import Ranks
@@ -82,8 +80,12 @@ class EngineReplica:
 
     async def meet(self) -> bytes:
         """Say what is served here, as `Met`."""
+        return encode(Met(self._keeper.planned, self._keeper.card))
+
+    @property
+    def _stats(self) -> Stats:
         engine = self._keeper.engine
-        return encode(Met(self._keeper.planned, self._keeper.card, Stats() if engine is None else engine.stats))
+        return Stats() if engine is None else engine.stats
 
     async def generate(self, data: bytes, hashes: list[bytes]) -> AsyncIterator[bytes]:
         """Answer a request, a `NewRequest`, with pieces. Leaving early ends it in the engine.
@@ -98,6 +100,7 @@ class EngineReplica:
                 self._streams[request.id] = stream
                 async for delta in stream:
                     yield encode(Piece(deltas=[delta]))
+            yield encode(Piece(stats=self._stats))
         except AnycoreError as error:
             yield encode(Piece(refused=refusal_of(request.id, error)))
         finally:
@@ -114,12 +117,6 @@ class EngineReplica:
         if self._keeper.dead.is_set():
             failure = self._keeper.failure
             raise RuntimeError(f"the engine is lost: {'' if failure is None else failure.message}")
-
-    def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Ray, which tells the fronts' routers."""
-        engine = self._keeper.engine
-        found: dict[str, Any] = msgspec.to_builtins(Stats() if engine is None else engine.stats)
-        return found
 
     async def __del__(self) -> None:
         await self._end()

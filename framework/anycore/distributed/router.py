@@ -33,7 +33,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._holders = Holders(2 * most)
         self._slack = slack_of(seats)
         self._turn = 0
-        self._loads = LOADS[self._deployment_id.name] = Loads()
+        self._loads = LOADS.setdefault(self._deployment_id.name, Loads())
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """All replicas, one a rank, in the order in which they are to be asked."""
@@ -60,13 +60,13 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     def update_replicas(self, replicas: list[Any]) -> None:
         """Take note of which replicas there are."""
         super().update_replicas(replicas)
-        names = {each.replica_id.unique_id: each for each in replicas}
-        for name in self._places.keys() - names.keys():
+        names = {each.replica_id.unique_id for each in replicas}
+        for name in self._places.keys() - names:
             self._drop(name)
-        for name in names.keys() - self._places.keys():
+        for name in names - self._places.keys():
             if self._free:
                 self._places[name] = self._free.pop()
-        self._loads.keep({name: each.routing_stats for name, each in names.items()})
+        self._loads.keep(names)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         super().on_replica_actor_died(replica_id)
