@@ -48,6 +48,12 @@ def test_what_cannot_be_had_on_a_cluster_is_refused(server: dict[str, Any], mode
         check(config, [entry])
 
 
+@pytest.mark.parametrize("name", ["ray_resources", "ray_autoscaling"])
+def test_settings_of_a_cluster_need_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} needs --ray"):
+        check(ServerConfig(), [ModelConfig(model="m", **{name: "{}"})])
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
@@ -119,7 +125,7 @@ def test_the_manifest_is_a_service_whose_settings_are_ours(tmp_path: Path) -> No
     file.write_text(settings["data"]["models.yaml"])
     read = read_file(file)
     models = [ModelConfig(**entry) for entry in read.models]
-    check(ServerConfig(**read.server), models)
+    check(ServerConfig(**read.server, ray="auto"), models)
 
     assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
     serve = yaml.safe_load(service["spec"]["serveConfigV2"])

@@ -7,6 +7,7 @@ those of Ray Serve's own `http_options`.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
 from anycore.cli.settings import gather
@@ -26,5 +27,6 @@ def build(arguments: dict[str, str]) -> Any:
         raise ConfigError(f"one argument is taken, config=FILE, not {sorted(arguments)}", param="config")
     settings = gather(argparse.Namespace(config=arguments["config"]))
     check_names(settings.models)
-    keys, _ = read_keys(settings.server)
-    return application(settings.server, settings.models, keys)
+    server = replace(settings.server, ray=settings.server.ray or "auto")  # a cluster is there, or this would not run
+    keys, _ = read_keys(server)
+    return application(server, settings.models, keys)

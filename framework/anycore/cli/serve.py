@@ -15,6 +15,7 @@ from anycore.cli.flags import Once, Parser, add_flags
 from anycore.cli.progress import show_progress
 from anycore.cli.settings import gather
 from anycore.config import ModelConfig, ServerConfig, shown
+from anycore.distributed.settings import check
 from anycore.ranks import follower, meeting
 from anycore.server import logs
 from anycore.server.run import check_names, serve
@@ -43,6 +44,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     settings = gather(options)
     check_names(settings.models)
+    check(settings.server, settings.models)
     if options.dry_run:
         from anycore.cli import dry_run
 

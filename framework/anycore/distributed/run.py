@@ -11,7 +11,7 @@ from typing import Any
 
 from anycore.config import ModelConfig, ServerConfig
 from anycore.distributed.app import application
-from anycore.distributed.settings import check, need_ray
+from anycore.distributed.settings import need_ray
 from anycore.errors import ConfigError, Unavailable
 from anycore.server.auth import read_keys
 
@@ -28,7 +28,6 @@ def serve(config: ServerConfig, models: Sequence[ModelConfig]) -> int:
         ConfigError: Ray is missing, no cluster is there, or a setting does not go with it.
         Unavailable: the cluster could not start the application; the sentences are Ray's.
     """
-    check(config, models)
     need_ray()
     from ray import serve as ray_serve
 

@@ -68,11 +68,17 @@ def need_ray() -> Any:
 
 
 def check(config: ServerConfig, models: Sequence[ModelConfig]) -> None:
-    """Refuse what cannot be had on a cluster.
+    """Refuse what cannot be had on a cluster, and what is for a cluster where there is none.
 
     Raises:
         ConfigError: naming the setting and what to use instead.
     """
+    if config.ray is None:
+        for model in models:
+            for name in ("ray_resources", "ray_autoscaling"):
+                if getattr(model, name) is not None:
+                    raise ConfigError(f"{model.names[0]}: {flag(name)} needs --ray", param=name)
+        return
     default = ServerConfig()
     for name, why in ELSEWHERE_SERVER.items():
         if getattr(config, name) != getattr(default, name):
