@@ -63,7 +63,7 @@ def once(row: Row, model: Path, source: Path, disk: Path, pages: int) -> None:
     row.ends.sent += LINES
     first = batch(model, source, target)
     row.wrong["ends that are not said"] += "space" not in first.stopped or not first.code
-    row.ends.errors["disk full"] += LINES - first.answered
+    row.wrong["disks that were not full"] += first.answered == LINES
     before = target.read_bytes()
     row.wrong["lines cut short"] += bool(before) and not before.endswith(b"\n")
     filler.unlink()
