@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from anycore.config import ModelConfig
-from anycore.distributed.loads import LOADS
+from anycore.distributed.loads import loads_of
 from anycore.distributed.pieces import Met, decode_met, decode_piece, encode
 from anycore.engine.request import NewRequest, Stats
 from anycore.errors import AnycoreError, BadRequest, DeadlineExceeded, Overloaded, Unavailable
@@ -91,8 +91,7 @@ class ClusterClient:
 
     def total(self) -> Stats:
         """Of all engines together, as far as they have reported."""
-        loads = LOADS.get(self._deployment)
-        return Stats() if loads is None else loads.total()
+        return loads_of(self._deployment).total()
 
     def drain(self) -> None:
         self._refusing = True
@@ -164,14 +163,14 @@ class ClusterClient:
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError
 
-        request, loads = stream.request, LOADS.get(self._deployment)
+        request, loads = stream.request, loads_of(self._deployment)
         answered = False
         response = self._handle.options(stream=True).generate.remote(data, hashes)
         try:
             async for said in response:
                 piece = decode_piece(said)
                 self.heard = time.monotonic()
-                if piece.stats is not None and loads is not None:
+                if piece.stats is not None:
                     loads.report(self._replicas.get(request.id, ""), piece.stats)
                 elif piece.replica:
                     self._replicas[request.id] = piece.replica

@@ -73,5 +73,9 @@ def _add(total: Stats, part: Stats, names: tuple[str, ...]) -> None:
         setattr(total, name, getattr(total, name) + getattr(part, name))
 
 
-LOADS: dict[str, Loads] = {}
-"""Of this process, by the name of the engines' deployment: the router fills them, and metrics read them."""
+_LOADS: dict[str, Loads] = {}
+
+
+def loads_of(deployment: str) -> Loads:
+    """Those of this process: the router fills them, and metrics read them."""
+    return _LOADS.setdefault(deployment, Loads())

@@ -1,6 +1,7 @@
 """Ray Serve's choice of an engine for a request: the same as among replicas on one machine, see `server.routing`.
 
-Ray imports this module by its name in every process that has a handle of the engines.
+Ray sends the class, and with it this module's globals, by value to every process that has a handle of the engines: what
+such a process shares with it lies in another module.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import RequestRouter
 
-from anycore.distributed.loads import LOADS, Loads
+from anycore.distributed.loads import loads_of
 from anycore.server.routing import Holders, choose, slack_of
 
 STOP = "stop"  # the method of an engine's actor that is for one of them alone
@@ -33,7 +34,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         self._holders = Holders(2 * most)
         self._slack = slack_of(seats)
         self._turn = 0
-        self._loads = LOADS.setdefault(self._deployment_id.name, Loads())
+        self._loads = loads_of(self._deployment_id.name)
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """All replicas, one a rank, in the order in which they are to be asked."""
