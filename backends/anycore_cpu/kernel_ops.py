@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -105,7 +106,10 @@ class KernelOps(CpuOps):
 
     def sample(self, logits: Tensor, params: Sampling) -> Samples:
         raw = raw_of(logits, params)
-        adjust(logits, params)
+        logits = logits.contiguous()
+        adjust(logits, replace(params, masked=None))
+        if params.masked is not None:
+            ends.mask(self.kernels, logits, *params.masked)
         samples = Samples(*ends.choose(self.kernels, logits, params))
         if raw is not None and params.logprobs is not None:
             samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs = report(

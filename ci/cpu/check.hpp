@@ -74,11 +74,14 @@ public:
         wide_ ? std::memcpy(bytes_ + 4 * i, &value, 4) : std::memcpy(bytes_ + 2 * i, &half, 2);
     }
     double operator[](long i) {
-        float value;
+        if (wide_) {
+            float value;
+            std::memcpy(&value, bytes_ + 4 * i, 4);
+            return static_cast<double>(value);
+        }
         uint16_t half;
-        std::memcpy(&value, bytes_ + (wide_ ? 4 * i : 0), 4);
-        std::memcpy(&half, bytes_ + (wide_ ? 0 : 2 * i), 2);
-        return static_cast<double>(wide_ ? value : widen(half));
+        std::memcpy(&half, bytes_ + 2 * i, 2);
+        return static_cast<double>(widen(half));
     }
     void* data() { return bytes_; }
 

@@ -196,6 +196,20 @@ void check_sampling(Chance& chance) {
         min_p[r] = static_cast<float>(chance.below(5)) / 10;
     }
     if (chance.below(4) == 0) logits[chance.below(count)] = NAN;
+    if (chance.coin()) {
+        Memory<int64_t> masked(1);
+        Memory<uint32_t> words((count + 31) / 32);
+        masked[0] = chance.below(rows);
+        for (long word = 0; word < (count + 31) / 32; word++)
+            words[word] = chance.coin() ? ~0u : static_cast<uint32_t>(chance.below(1 << 20));
+        words[0] |= 1;
+        anycore_mask(logits, count, masked, words, 1);
+        for (long id = 0; id < count; id++) {
+            const bool allowed = words[id / 32] >> (id % 32) & 1;
+            require(allowed || logits[masked[0] * count + id] == -INFINITY, "sampling: a mask");
+        }
+        return;
+    }
     const bool filtered = chance.coin();
     anycore_sample(logits, rows, count, temperature, uniforms, filtered ? static_cast<int64_t*>(top_k) : nullptr,
                    filtered ? static_cast<float*>(top_p) : nullptr, filtered ? static_cast<float*>(min_p) : nullptr, false,

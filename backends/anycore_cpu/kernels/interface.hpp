@@ -38,6 +38,7 @@ void anycore_gather(const void* first, const int64_t* first_ids, long first_heig
 void anycore_angles(const int64_t* positions, const float* frequencies, float scale, long rows, long size, float* cos,
                     float* sin);
 void anycore_pool(const void* x, const int32_t* starts, long requests, long width, int mean, int wide, float* out);
+void anycore_mask(float* logits, long count, const int64_t* rows, const uint32_t* words, long masked);
 void anycore_sample(const float* logits, long rows, long count, const float* temperature, const double* uniforms,
                     const int64_t* top_k, const float* top_p, const float* min_p, int greedy, int64_t* ids,
                     bool* finite);

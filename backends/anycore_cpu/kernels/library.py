@@ -35,6 +35,7 @@ SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, .
     "anycore_gather": (None, (*[ADDRESS, ADDRESS, LONG] * 3, LONG, LONG, FLOAT, INT, ADDRESS)),
     "anycore_angles": (None, (ADDRESS, ADDRESS, FLOAT, LONG, LONG, ADDRESS, ADDRESS)),
     "anycore_pool": (None, (ADDRESS, ADDRESS, LONG, LONG, INT, INT, ADDRESS)),
+    "anycore_mask": (None, (ADDRESS, LONG, ADDRESS, ADDRESS, LONG)),
     "anycore_sample": (None, (ADDRESS, LONG, LONG, *[ADDRESS] * 5, INT, ADDRESS, ADDRESS)),
     "anycore_replay": (None, (ctypes.POINTER(Call), LONG)),
     "anycore_replay_texts": (None, (ADDRESS,)),

@@ -197,3 +197,21 @@ extern "C" void anycore_sample(const float* logits, long rows, long count, const
         ids[i] = draw(row, uniforms[i], best.id);
     });
 }
+
+// Leaves `masked` rows of logits [rows, count] only the ids whose bits are set in words [masked, (count + 31) / 32].
+extern "C" void anycore_mask(float* logits, long count, const int64_t* rows, const uint32_t* words, long masked) {
+    using namespace anycore;
+    const long length = (count + 31) / 32;
+    parallel_for(masked, [&](long i) {
+        float* row = logits + rows[i] * count;
+        const uint32_t* allowed = words + i * length;
+        for (long word = 0; word < length; word++) {
+            const long first = word * 32, end = std::min(first + 32, count);
+            if (allowed[word] == 0)
+                std::fill(row + first, row + end, -INFINITY);
+            else if (allowed[word] != ~0u)
+                for (long id = first; id < end; id++)
+                    if (!(allowed[word] >> (id - first) & 1)) row[id] = -INFINITY;
+        }
+    });
+}
