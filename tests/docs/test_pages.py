@@ -183,7 +183,7 @@ def test_constraints_pin_everything_the_tests_import() -> None:
     lines = [line for line in (ROOT / "ci" / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
     pins = [Requirement(line) for line in lines]
     assert all(len(pin.specifier) == 1 and str(pin.specifier).startswith("==") for pin in pins)
-    optional = ("cuda", "ascend", "onnx", "modelscope")
+    optional = ("cuda", "ascend", "onnx", "modelscope", "ray")
     for wanted in map(Requirement, requires("anycore") or ()):
         if wanted.name == "anycore" or any(f'"{extra}"' in str(wanted.marker) for extra in optional):
             continue

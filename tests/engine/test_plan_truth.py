@@ -1,4 +1,4 @@
-"""The memory plan against what torch allocates: weights and cache exact, within 3 % in all, never too little."""
+"""The memory plan against what is allocated: weights and cache exact, decoders within 3 % in all, never too little."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ def fill(engine: Engine) -> None:
     finish(engine)
 
 
+def of_threads(engine: Engine) -> int:
+    """Bytes that the kernels' threads keep for groups of texts, of which torch knows nothing."""
+    step: Any = engine.runner._step
+    return sum(step.kernels.threads * script.fixed["room"] for script in step._scripts.values() if script is not None)
+
+
 def compare(model: Path | str, **settings: Any) -> float:
     """Run the worst and return measured / planned in all, the margin left out."""
     engine = build(prepare(ModelConfig(model=str(model), backend="cpu", **settings), plugins.load()))
@@ -62,7 +68,7 @@ def compare(model: Path | str, **settings: Any) -> float:
     with allocations() as found:
         fill(engine)
     all_planned = planned["used"] - planned["margin"]
-    all_measured = planned["weights"] + planned["kv_cache"] + found.peak
+    all_measured = planned["weights"] + planned["kv_cache"] + found.peak + of_threads(engine)
     return float(all_measured / all_planned)
 
 
@@ -82,8 +88,8 @@ def test_bounds_are_looser_where_tiny_models_make_masks_and_padding_large(
 ) -> None:
     windowed = tiny.tiny_lm(tmp_path, family="gemma3", max_positions=2048, window=256)
     assert 0.8 < compare(windowed, dtype=dtype, **DECODER) <= 1
-    # Planned for are recorded steps of single texts, too, of which this load has none.
-    assert 0.7 < compare(t_bert, dtype=dtype, max_num_batched_tokens=512) <= 1
+    # Planned for are single texts and steps of all rows at once, too; this load's texts go in groups.
+    assert 0.5 < compare(t_bert, dtype=dtype, max_num_batched_tokens=512) <= 1
 
 
 SMALL = {"max_model_len": 384, "max_num_seqs": 3, "max_num_batched_tokens": 128, "kv_cache_memory": 384 << 20}
@@ -91,13 +97,12 @@ SMALL = {"max_model_len": 384, "max_num_seqs": 3, "max_num_batched_tokens": 128,
 
 @pytest.mark.models
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    ("name", "settings", "least"),
     [
-        ("smollm2", {"dtype": "float32", **SMALL}),
-        ("smollm2", {"dtype": "bfloat16", **SMALL}),
-        ("minilm", {"max_num_batched_tokens": 2048, "max_num_seqs": 8}),
+        ("smollm2", {"dtype": "float32", **SMALL}, 1 - TOLERANCE),
+        ("smollm2", {"dtype": "bfloat16", **SMALL}, 1 - TOLERANCE),
+        ("minilm", {"max_num_batched_tokens": 2048, "max_num_seqs": 8}, 0.6),  # see above
     ],
 )
-def test_real_models(name: str, settings: dict[str, Any]) -> None:
-    ratio = compare(PACKAGES[name], **settings)
-    assert 1 - TOLERANCE < ratio <= 1
+def test_real_models(name: str, settings: dict[str, Any], least: float) -> None:
+    assert least < compare(PACKAGES[name], **settings) <= 1
