@@ -339,11 +339,3 @@ def test_a_priority_is_taken(lm: httpx.Client, route: str) -> None:
         ok(lm.post(route, json={**body, "priority": priority}))
     for wrong in (2**40, "high", 1.5):
         error_of(lm.post(route, json={**body, "priority": wrong}), 400, "priority")
-
-
-@pytest.mark.parametrize(
-    "form", [{"structured_outputs": {"choice": ["a"]}}, {"response_format": {"type": "json_object"}}]
-)
-def test_s11_beams_are_held_to_no_grammar_and_say_so(lm: httpx.Client, form: dict[str, Any]) -> None:
-    body = {"model": "lm", "prompt": "a", "max_tokens": 3, "use_beam_search": True, "n": 2, **form}
-    error_of(lm.post("/v1/completions", json=body), 400, "use_beam_search")

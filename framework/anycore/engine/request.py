@@ -134,12 +134,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
 
     def _check_beams(self, beams: Beams) -> None:
-        if self.grammar is not None:
-            raise BadRequest(
-                "a beam search is held to no grammar: leave out the form of the output, forced or strict tools and "
-                "budgets, or use_beam_search",
-                param="use_beam_search",
-            )
         if self.n > beams.width:
             raise BadRequest(f"n {self.n} is more than the {beams.width} beams of the search", param="n")
         if self.max_tokens == 0:
