@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from tiny import EOS, save_bpe
 
-from anycore.text.grammar import speller, vocabulary
+from anycore.text.grammar import mark_tokens, speller, vocabulary
 from anycore.text.replies.parts import Spell
 from anycore.text.tokenizer import Tokenizer, from_folder
 
@@ -24,7 +24,7 @@ class Vocabulary:
         self.tokens: LLTokenizer = vocabulary(self.tokenizer, ids["size"], [ids[EOS]])
         self.end = ids[EOS]
         self.size = ids["size"]
-        self.spell: Spell = speller(self.tokenizer)
+        self.spell: Spell = speller(mark_tokens(self.tokenizer))
 
 
 def walk(words: Vocabulary, grammar: str, seed: int = 0, limit: int = 1500) -> str | None:

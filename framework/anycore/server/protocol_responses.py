@@ -135,7 +135,7 @@ def _content(content: Any, path: str) -> Any:
 
 def _text(part: Any, path: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    key = {"refusal": "refusal"}.get(str(kind), "text")
+    key = "refusal" if kind == "refusal" else "text"
     if kind not in ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"):
         raise Unsupported(f"{path} has a part of type {str(kind)[:40]!r}: this model reads text", param=path)
     text = part.get(key)

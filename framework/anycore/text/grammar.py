@@ -112,9 +112,8 @@ def composed(top: str, answer: str | None = None, param: str = "structured_outpu
     return checked(json.dumps({"grammars": grammars}), param)
 
 
-def speller(tokenizer: Tokenizer) -> Callable[[str], str]:
-    """Return what makes a Lark term of a text: a string, or the token that a mark of replies has in this model."""
-    marks = mark_tokens(tokenizer)
+def speller(marks: dict[str, int]) -> Callable[[str], str]:
+    """Return what makes a Lark term of a text: a string, or the token of a mark; `marks` are `mark_tokens`'."""
     parts = re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or "(?!)")
 
     def spell(text: str) -> str:
@@ -137,7 +136,8 @@ def quoted(text: str) -> str:
 def mark_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """The tokens of a model that are marks of replies, or parts of such, special or not, by their texts.
 
-    A grammar has to name them: text without them is free of marks.
+    A grammar has to name them: text without them is free of marks. Reads all added tokens, of which some models have
+    thousands.
     """
     # Here, because the grammars of these formats are made with what stands above.
     from anycore.text.replies.formats import REASONING_FORMATS, TOOL_FORMATS

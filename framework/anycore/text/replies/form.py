@@ -82,13 +82,16 @@ class Formats:
         self.tools = choose(tools, template, tool_parser, "tool_parser")
         ways = [form for form in formats if isinstance(form, ReasoningFormat)]
         self.reasoning = choose(ways, template, reasoning_parser, "reasoning_parser")
-        self._tokenizer = tokenizer
+        self._holdable = tokenizer.streams and tokenizer.eos_id is not None
+        self._special = tokenizer.special_ids
+        self._marks = mark_tokens(tokenizer)
+        self._spell = speller(self._marks)
 
     @property
     def described(self) -> dict[str, Any]:
         """What the model's replies may be, beside text."""
         return {
-            "structured_outputs": self._tokenizer.streams and self._tokenizer.eos_id is not None,
+            "structured_outputs": self._holdable,
             "tool_parser": None if self.tools is None else self.tools.name,
             "reasoning_parser": None if self.reasoning is None else self.reasoning.name,
         }
@@ -108,8 +111,8 @@ class Formats:
         marks = list(self.tools.marks) if tools and self.tools is not None else []
         if self.reasoning is not None:
             marks += [self.reasoning.start, self.reasoning.end]
-        ids = mark_tokens(self._tokenizer).items()
-        return frozenset(i for text, i in ids if any(text in mark for mark in marks)) & self._tokenizer.special_ids
+        ids = self._marks.items()
+        return frozenset(i for text, i in ids if any(text in mark for mark in marks)) & self._special
 
     def _grammar(self, wanted: Wanted, prompt: str, inside: bool) -> str | None:
         tools = wanted.tools
@@ -134,7 +137,7 @@ class Formats:
             if budget is not None and form is None:
                 raise Unsupported("this model does not reason: leave the field out", param="thinking_token_budget")
             return ""
-        spell = speller(self._tokenizer)
+        spell = self._spell
         end = spell(form.end)
         rules.append(SPACE)
         if end.startswith("<["):  # a token of its own: text cannot hold it
@@ -158,7 +161,7 @@ class Formats:
         form = self.tools
         if form is None:
             raise no_tools()
-        spell = speller(self._tokenizer)
+        spell = self._spell
         # Where the model is free to call or not, only strict tools are held to their schema.
         tools = [t if wanted.forced or t.strict else replace(t, parameters={"type": "object"}) for t in wanted.tools]
         rules.append(form.grammar(tools, spell, wanted.parallel))
@@ -179,7 +182,7 @@ class Formats:
 
     def _free(self) -> str:
         """Any text, and in it any mark of the model's."""
-        marks = " | ".join(f"<[{token}]>" for token in mark_tokens(self._tokenizer).values())
+        marks = " | ".join(f"<[{token}]>" for token in self._marks.values())
         return f"(TEXT | {marks})*" if marks else "TEXT"
 
 
