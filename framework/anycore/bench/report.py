@@ -8,16 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from anycore.bench.client import Outcome
-
-LABELS = {
-    "ttft": "Time to first token",
-    "tpot": "Time per token after it",
-    "itl": "Inter-token latency",
-    "e2el": "End to end",
-}
-
-Slo = dict[str, float]
-"""Limits in milliseconds, by a name from LABELS."""
+from anycore.bench.latencies import LABELS, Slo
 
 
 def summarize(outcomes: list[Outcome], slo: Slo) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from anycore.bench.latencies import Slo
 from anycore.bench.load import Load
-from anycore.bench.report import Slo, summarize
+from anycore.bench.report import summarize
 from anycore.bench.workers import run_load
 
 COMPARED = (

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from anycore import __version__
+from anycore.bench.latencies import LABELS
 from anycore.bench.load import PATHS, Load, Range
-from anycore.cli.flags import Parser
+from anycore.cli.flags import Parser, numbers
 from anycore.errors import AnycoreError, ConfigError
 
 BUSY = 0.8
 """Share of its time above which a process of the generator may be what limits the figures."""
 
-SLO = ("ttft", "tpot", "itl", "e2el")
 PLOTS = (".html", ".svg")
 
 
@@ -64,11 +64,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--documents", type=int, default=100, metavar="N", help="documents of a rerank request (default: 100)"
     )
-    parser.add_argument("--request-rate", type=_list(float), default=[math.inf], metavar="R[,R...]",
+    parser.add_argument("--request-rate", type=numbers(float), default=[math.inf], metavar="R[,R...]",
                         help="requests a second; inf sends as many as may be open (default: inf)")  # fmt: skip
     parser.add_argument("--burstiness", type=float, default=1.0, metavar="B",
                         help="1: Poisson arrivals; less comes in bursts, more comes evenly (default: 1)")  # fmt: skip
-    parser.add_argument("--max-concurrency", type=_list(int), default=[None], metavar="C[,C...]",
+    parser.add_argument("--max-concurrency", type=numbers(int), default=[None], metavar="C[,C...]",
                         help="requests, or conversations, open at once (default: no limit)")  # fmt: skip
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of prompts, lengths and arrivals (default: 0)"
@@ -238,18 +238,6 @@ def load_of(options: argparse.Namespace, rate: float, places: int | None) -> Loa
     return load
 
 
-def _list(kind: type[float] | type[int]) -> Any:
-    """What reads numbers separated by commas."""
-
-    def parse(text: str) -> list[float]:
-        try:
-            return [kind(word) for word in text.split(",")]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"must be a number, or several such as 1,4,16, not {text!r}") from error
-
-    return parse
-
-
 def _limit(text: str) -> tuple[str, float]:
     """A name of a latency and milliseconds."""
     name, _, limit = text.partition(":")
@@ -257,8 +245,10 @@ def _limit(text: str) -> tuple[str, float]:
         found = float(limit)
     except ValueError:
         found = 0.0
-    if name not in SLO or not found > 0:
-        raise argparse.ArgumentTypeError(f"must be one of {', '.join(SLO)} and milliseconds, as ttft:500, not {text!r}")
+    if name not in LABELS or not found > 0:
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(LABELS)} and milliseconds, as ttft:500, not {text!r}"
+        )
     return name, found
 
 

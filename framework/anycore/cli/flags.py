@@ -170,6 +170,18 @@ def parse_quantity(text: str) -> int:
     return int(value)
 
 
+def numbers(kind: type[float] | type[int]) -> Any:
+    """What reads numbers separated by commas."""
+
+    def parse(text: str) -> list[float]:
+        try:
+            return [kind(word) for word in text.split(",")]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"must be a number, or several such as 1,4,16, not {text!r}") from error
+
+    return parse
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?", or nothing when no known word is near."""
     near = get_close_matches(word, list(known), n=1)

@@ -6,16 +6,15 @@ import argparse
 import math
 import re
 from pathlib import Path
-from typing import Any
 
+from anycore.bench.latencies import LABELS
 from anycore.cli import plan
-from anycore.cli.flags import Parser, add_flags, parse_quantity
+from anycore.cli.flags import Parser, add_flags, numbers, parse_quantity
 from anycore.config import ModelConfig
 from anycore.errors import ConfigError
 
 FLAGS = (*plan.FLAGS, "enable_prefix_caching", "scheduling_policy", "fair_share", "max_queued")
 PLOTS = (".html", ".svg")
-LIMITS = ("ttft", "tpot", "itl", "e2el")
 
 
 def add(parser: Parser) -> None:
@@ -106,18 +105,6 @@ def check(options: argparse.Namespace) -> None:
                               param="request_rate")  # fmt: skip
 
 
-def numbers(kind: type[float] | type[int]) -> Any:
-    """What reads numbers separated by commas."""
-
-    def parse(text: str) -> list[float]:
-        try:
-            return [kind(word) for word in text.split(",")]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"must be a number, or several such as 1,4,16, not {text!r}") from error
-
-    return parse
-
-
 def span(text: str) -> tuple[int, int]:
     """A number, or the least and the greatest one."""
     low, _, high = text.partition(":")
@@ -136,9 +123,9 @@ def limits(text: str) -> list[tuple[str, float]]:
     for word in text.split(","):
         name, _, limit = word.partition(":")
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)?", limit)
-        if name not in LIMITS or not match or not float(match[1]) > 0:
+        if name not in LABELS or not match or not float(match[1]) > 0:
             raise argparse.ArgumentTypeError(
-                f"must be one of {', '.join(LIMITS)} and milliseconds, as ttft:500 or ttft:500ms, not {word!r}"
+                f"must be one of {', '.join(LABELS)} and milliseconds, as ttft:500 or ttft:500ms, not {word!r}"
             )
         found.append((name, float(match[1]) * (1000 if match[2] == "s" else 1)))
     return found

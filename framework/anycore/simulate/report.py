@@ -8,17 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from anycore.bench.latencies import LABELS, Slo
 from anycore.simulate.fleet import Outcomes
-
-LABELS = {
-    "ttft": "Time to first token",
-    "tpot": "Time per token after it",
-    "itl": "Inter-token latency",
-    "e2el": "End to end",
-}
-
-Slo = dict[str, float]
-"""Limits in milliseconds, by a name from LABELS."""
 
 Vector = NDArray[np.float64]
 SHARES = (90, 95, 99)

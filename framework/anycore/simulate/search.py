@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from anycore.bench.latencies import Slo
 from anycore.simulate.arrivals import Conversation
 from anycore.simulate.engine import Settings
 from anycore.simulate.fleet import Fleet
-from anycore.simulate.report import Slo, summarize
+from anycore.simulate.report import summarize
 from anycore.simulate.steptime import StepTime
 
 MOST_REPLICAS = 1024
