@@ -55,6 +55,7 @@ class CudaBackend(Backend):
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Threads of NCCL ask the driver for events meanwhile, which must not end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
         return lambda batch: graph.replay(), output

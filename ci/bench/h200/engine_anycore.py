@@ -17,6 +17,7 @@ def main() -> None:
     task, folder, share = sys.argv[1], sys.argv[2], float(sys.argv[3])
     common = {"task": task, "backend": BACKEND, "memory_utilization": share, "max_queued": 8192}
     common["quantization"] = os.environ.get("SCHEME", "auto")
+    common["tensor_parallel_size"] = int(os.environ.get("RANKS", "1"))
     if task == "rerank":
         from anycore.llm import LLM
 
@@ -42,9 +43,10 @@ def opened(**settings: Any) -> Any:
     """An engine as `anycore serve` makes it, without a tokenizer."""
     from anycore import plugins
     from anycore.config import ModelConfig
-    from anycore.engine.launch import build, prepare
+    from anycore.engine.launch import prepare
+    from anycore.ranks.leader import open_model
 
-    return build(prepare(ModelConfig(**settings), plugins.load()))
+    return open_model(prepare(ModelConfig(**settings), plugins.load()))
 
 
 def rerank(llm: Any) -> float:

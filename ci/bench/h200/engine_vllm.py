@@ -21,6 +21,7 @@ def main() -> None:
         llm = LLM(
             folder, skip_tokenizer_init=True, max_model_len=4096, gpu_memory_utilization=share, max_num_seqs=256,
             enable_prefix_caching=True, seed=0, quantization=os.environ.get("SCHEME"),
+            tensor_parallel_size=int(os.environ.get("RANKS", "1")),
         )  # fmt: skip
     else:
         llm = LLM(

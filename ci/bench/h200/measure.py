@@ -44,6 +44,10 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
         "num_hidden_layers": 28, "vocab_size": 152064,
     },
+    "qwen2.5-32b": QWEN25 | {
+        "hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_key_value_heads": 8,
+        "num_hidden_layers": 64, "vocab_size": 152064,
+    },
     "bge-base-like": {
         "architectures": ["BertModel"], "model_type": "bert", "hidden_size": 768, "intermediate_size": 3072,
         "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size": 30522, "max_position_embeddings": 512,

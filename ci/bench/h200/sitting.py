@@ -1,6 +1,7 @@
 """Both sides of the comparison on one machine, taking turns; one JSON line a result, appended to --out.
 
 sitting.py offline FOLDER [--rounds 5]    # single, batch, prefill, prefix: anycore and vLLM, both alive, in turns
+sitting.py parallel FOLDER --share 0.28   # on two cards: anycore of one rank and of two, vLLM of two
 sitting.py pooled FOLDER [--rounds 4]     # embed or rerank: anycore, vLLM and transformers, likewise
 sitting.py start FOLDER [--rounds 2]      # process start to first token, caches cold and then warm
 sitting.py http FOLDER                    # servers under load: saturation, then shares of the peer's
@@ -45,11 +46,11 @@ BARS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("offline", "pooled", "start", "http", "table"))
+    parser.add_argument("part", choices=("offline", "parallel", "pooled", "start", "http", "table"))
     parser.add_argument("folders", nargs="+", metavar="FOLDER")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--workloads", default=",".join(KINDS), help="offline: which of them (default: %(default)s)")
-    parser.add_argument("--engines", default="anycore,vllm", help="start: which of them (default: %(default)s)")
+    parser.add_argument("--workloads", default=",".join(KINDS), help="offline, parallel: which of them (default: %(default)s)")
+    parser.add_argument("--engines", help="start, parallel: which of them, by commas (default: all)")
     parser.add_argument("--share", type=float, help="of the card, for each engine (default: 0.45; pooled: 0.3)")
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--fronts", type=int, default=1, help="http: front processes of anycore")
@@ -62,7 +63,7 @@ def main() -> None:
         print("\n".join(table([json.loads(line) for line in lines])))
         return
     for folder in options.folders:
-        run = {"offline": offline, "pooled": pooled, "start": start, "http": serve_both}[options.part]
+        run = {"offline": offline, "parallel": parallel, "pooled": pooled, "start": start, "http": serve_both}[options.part]
         for row in run(folder, options):
             keep(options.out, row)
 
@@ -75,21 +76,28 @@ def keep(out: Path, row: Row) -> None:
 
 
 def offline(folder: str, options: argparse.Namespace) -> Any:
-    return alternate(folder, "generate", tuple(options.workloads.split(",")), options)
+    return alternate(folder, (*PEERS["generate"], "anycore"), "generate", tuple(options.workloads.split(",")), options)
+
+
+def parallel(folder: str, options: argparse.Namespace) -> Any:
+    engines = (options.engines or "vllm-tp2,anycore-tp2,anycore").split(",")
+    return alternate(folder, tuple(engines), "generate", tuple(options.workloads.split(",")), options)
 
 
 def pooled(folder: str, options: argparse.Namespace) -> Any:
     task = "rerank" if "rerank" in folder else "embed"
-    return alternate(folder, task, (task,), options)
+    return alternate(folder, (*PEERS[task], "anycore"), task, (task,), options)
 
 
-def alternate(folder: str, task: str, kinds: tuple[str, ...], options: argparse.Namespace) -> Any:
-    """Start every engine once, the peers first, and let them run each workload in turns; the first turn warms up."""
+def alternate(
+    folder: str, engines: tuple[str, ...], task: str, kinds: tuple[str, ...], options: argparse.Namespace
+) -> Any:
+    """Start every engine once, and let them run each workload in turns; the first turn warms up."""
     share = options.share or (0.45 if task == "generate" else 0.3)
     about = {"part": "offline", "model": Path(folder).name}
     with ExitStack() as stack:
         workers = []
-        for engine in (*PEERS[task], "anycore"):
+        for engine in engines:
             worker = Worker(engine, task, folder, share, options.out.with_name(f"{engine}.log"))
             stack.callback(worker.close)
             workers.append(worker)
@@ -106,7 +114,7 @@ def alternate(folder: str, task: str, kinds: tuple[str, ...], options: argparse.
 
 def start(folder: str, options: argparse.Namespace) -> Any:
     """Each engine alone on the card, with no caches, then with those it made."""
-    for engine in options.engines.split(","):
+    for engine in (options.engines or "anycore,vllm").split(","):
         for number in range(options.rounds):
             if not number:
                 clear_caches()
@@ -143,7 +151,7 @@ def rates_table(rows: list[Row]) -> list[str]:
             found[key][row["engine"]].append(row["output_throughput"])
     lines = ["| model | workload | unit | anycore | peer | ratio (bar) |", "|---|---|---|---|---|---|"]
     for (model, kind, unit), engines in found.items():
-        ours = engines.pop("anycore", [])
+        ours = engines.pop("anycore-tp2", None) or engines.pop("anycore", [])
         if not ours or not engines:
             continue
         peer = max(engines, key=lambda name: statistics.median(engines[name]))
