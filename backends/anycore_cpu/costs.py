@@ -106,6 +106,8 @@ def recorded(shape: StepShape) -> int:
     rows = min(shape.seqs, REQUESTS) if shape.block_size else TEXT_ROWS
     blocks = -(-shape.longest // shape.block_size) if shape.block_size else 0
     groups = 0 if shape.block_size else usable_cores() * _working(shape, min(CAPACITY, shape.rows))
+    if groups:  # they are recorded at CAPACITY rows, in memory that is given back
+        groups = max(groups, _working(shape, CAPACITY))
     return _working(shape, rows) + rows * (4 * blocks + 44) + groups
 
 

@@ -86,10 +86,10 @@ class KernelOps(CpuOps):
     def embedding(self, ids: Tensor, table: Any) -> Tensor:
         if isinstance(table, QuantisedMatrix):
             return quantised.embedding(self.kernels, ids, table)
-        return ends.gather(self.kernels, [(ids, table)]) if is_plain(table) else super().embedding(ids, table)
+        return ends.gather(self.kernels, [(ids, table)]) if has_rows(table) else super().embedding(ids, table)
 
     def embedding_sum(self, parts: Sequence[tuple[Tensor | None, Any]], scale: float = 1.0) -> Tensor:
-        if all(is_plain(table) for _, table in parts):
+        if all(has_rows(table) for _, table in parts):
             return ends.gather(self.kernels, parts, scale)
         return super().embedding_sum(parts, scale)
 
@@ -132,6 +132,6 @@ class KernelOps(CpuOps):
         return self.kernels.activation(x, kind, gated=False)
 
 
-def is_plain(table: Any) -> bool:
-    """Whether a table's rows are there to be added; quantised ones are not."""
-    return isinstance(table, Tensor) and table.dtype in DTYPES
+def has_rows(table: Any) -> bool:
+    """Whether the kernels read rows of a table."""
+    return isinstance(table, QuantisedMatrix) or (isinstance(table, Tensor) and table.dtype in DTYPES)

@@ -28,6 +28,7 @@ KINDS = ("place", "script", "ids", "positions", "types", "wanted", "starts", "le
 ROWS_AT = {
     "anycore_linear": 1,
     "anycore_quantised_linear": 2,
+    "anycore_quantised_rows": 2,
     "anycore_norm": 5,
     "anycore_activation": 1,
     "anycore_gather": 9,

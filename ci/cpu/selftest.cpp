@@ -147,13 +147,16 @@ void check_activation(Chance& chance) {
 void check_ends(Chance& chance) {
     const bool wide = chance.coin(), second = chance.coin(), mean = chance.coin();
     const long rows = chance.between(1, 30), width = chance.between(1, 100), height = chance.between(1, 20);
+    const bool each = chance.coin();  // the third table has a row for each
     Numbers table(height * width, wide, chance), other(width, wide, chance), sum(rows * width, wide);
+    Numbers own(rows * width, wide, chance);
     Memory<int64_t> ids(rows);
     for (long r = 0; r < rows; r++) ids[r] = chance.below(height);
-    anycore_gather(table.data(), ids, height, second ? other.data() : nullptr, nullptr, second, nullptr, nullptr, 0, rows,
-                   width, 1.5f, wide, sum.data());
+    anycore_gather(table.data(), ids, height, second ? other.data() : nullptr, nullptr, second,
+                   second && each ? own.data() : nullptr, nullptr, 0, rows, width, 1.5f, wide, sum.data());
     for (long i = 0; i < rows * width; i++) {
-        const double wanted = 1.5 * (table[ids[i / width] * width + i % width] + (second ? other[i % width] : 0));
+        const double beside = second ? other[i % width] + (each ? own[i] : 0) : 0;
+        const double wanted = 1.5 * (table[ids[i / width] * width + i % width] + beside);
         near(sum[i], wanted, rounding(wanted, wide, 2), "embedding");
     }
 

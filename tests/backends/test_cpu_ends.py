@@ -11,7 +11,8 @@ from torch import Tensor
 
 from anycore.contract import sampling
 from anycore.contract.batch import Sampling
-from anycore_cpu.kernels import ends
+from anycore.contract.check_weights import exact_rows, int8_weight
+from anycore_cpu.kernels import ends, quantised
 from anycore_cpu.kernels.library import Kernels
 
 DTYPES = {"float32": (torch.float32, 1e-6), "bfloat16": (torch.bfloat16, 2**-8)}
@@ -38,6 +39,25 @@ def test_sums_of_embeddings(kernels: Kernels, name: str) -> None:
         total = ends.gather(kernels, [(ids, words), (None, types), (at, places)])
         exact = words[ids].double() + types[0].double() + places[at].double()
         torch.testing.assert_close(total.double(), exact, rtol=tolerance, atol=1e-6)
+
+
+def test_rows_of_a_quantised_table_are_summed_with_others(kernels: Kernels) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for width, rows in ((32, 3), (100, 40), (384, 33)):
+        weight = int8_weight((50, width), width, torch.bfloat16, generator)
+        table, places = quantised.pack(kernels, weight), numbers(width, 60, width).bfloat16()
+        ids, at = torch.randint(0, 50, (2, rows), generator=generator)
+        alone = ends.gather(kernels, [(ids, table)], 3.0)
+        exact = exact_rows(weight)[ids]
+        torch.testing.assert_close(alone.double(), 3 * exact, rtol=2**-7, atol=0)
+        for parts in ([(ids, table), (None, places), (at, places)], [(None, places), (ids, table), (at, places)]):
+            total = ends.gather(kernels, parts)
+            wanted = exact.bfloat16().double() + places[0].double() + places[at].double()
+            torch.testing.assert_close(total.double(), wanted, rtol=2**-8, atol=2**-7)
+    ids = torch.tensor([49, 50, -1])
+    assert ends.gather(kernels, [(ids, table), (None, places)]).isnan().all(1).tolist() == [False, True, True]
+    with pytest.raises(ValueError, match="taken by ids"):
+        ends.gather(kernels, [(ids, places), (None, table)])
 
 
 def test_an_id_that_no_table_has_gives_nan(kernels: Kernels) -> None:

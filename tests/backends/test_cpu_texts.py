@@ -31,16 +31,17 @@ def texts(seed: int, most: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("level", LEVELS[:2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "w8a8")])
 def test_groups_of_texts_equal_eager_steps(
-    t_bert: Path, t_ce: Path, level: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+    t_bert: Path, t_ce: Path, level: str, dtype: str, quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pooled over all rows, and from the first row with segment ids."""
     kernels_of(level)
     monkeypatch.setenv("ANYCORE_CPU_KERNELS", level)
     monkeypatch.setattr("anycore_cpu.texts.GROUP", 40)
     for folder in (t_bert, t_ce):
-        fast, eager = (engines.engine(folder, dtype=dtype) for _ in range(2))
+        given = {"dtype": dtype} if quantization is None else {"dtype": dtype, "quantization": quantization}
+        fast, eager = (engines.engine(folder, **given) for _ in range(2))
         step = replaying(fast)
         step.kernels.set_threads(2)
         eager.runner._step = replaying(eager).step

@@ -17,10 +17,11 @@ template <class T>
 struct Table {
     const T* data;       // [height, width]
     const int64_t* ids;  // [rows]; null: the first row for all
-    long height;
+    long height;         // without ids 0: a row of its own for each
 
     // Null where there is no such row.
     const T* row(long index, long width) const {
+        if (!ids && height == 0) return data + index * width;
         const int64_t id = ids ? ids[index] : 0;
         return id < 0 || id >= height ? nullptr : data + id * width;
     }
@@ -106,7 +107,8 @@ void pool(const T* x, const int32_t* starts, long requests, long width, bool mea
 
 extern "C" {
 
-// out [rows, width] = scale * the sum of up to three tables' rows, in float32. An id that a table has not gives NaN.
+// out [rows, width] = scale * the sum of up to three tables' rows, in float32. An id that a table has not gives NaN. A table
+// without ids gives its first row to all, or one to each if its height is 0.
 void anycore_gather(const void* first, const int64_t* first_ids, long first_height, const void* second,
                     const int64_t* second_ids, long second_height, const void* third, const int64_t* third_ids,
                     long third_height, long rows, long width, float scale, int wide, void* out) {

@@ -8,29 +8,50 @@ import torch
 from torch import Tensor
 
 from anycore.contract.batch import Sampling
+from anycore_cpu.kernels import quantised
 from anycore_cpu.kernels.attention import address, expect
 from anycore_cpu.kernels.library import Kernels, is_wide
+from anycore_cpu.kernels.quantised import QuantisedMatrix
+
+Table = Tensor | QuantisedMatrix
 
 TABLES = 3  # of one sum
 POOLINGS = ("max", "mean")
 
 
-def gather(kernels: Kernels, parts: Sequence[tuple[Tensor | None, Tensor]], scale: float = 1.0) -> Tensor:
-    """`scale` times the sum of up to three tables' rows [V, H] at ids [T]; ids of None: the first row for all."""
-    dtype, width = parts[0][1].dtype, parts[0][1].shape[1]
+EACH = 0
+"""The height of a table whose rows are those wanted, one after the other."""
+
+
+def gather(kernels: Kernels, parts: Sequence[tuple[Tensor | None, Table]], scale: float = 1.0) -> Tensor:
+    """`scale` times the sum of up to three tables' rows [V, H] at ids [T]; ids of None: the first row for all.
+
+    Rows of quantised tables, which are always taken by ids, are rounded to bfloat16 before they are added.
+    """
     rows = next(len(ids) for ids, _ in parts if ids is not None)
+    tables = [opened(kernels, ids, table) for ids, table in parts]
+    dtype, width = tables[0][0].dtype, tables[0][0].shape[1]
     out = torch.empty(rows, width, dtype=dtype)
     given: list[int | None] = []
-    for ids, table in parts:
+    for table, ids, height in tables:
         if table.dtype != dtype or table.shape[1] != width or not table.is_contiguous():
             raise ValueError(f"tables are whole rows of {width} {dtype}, not of {table.dtype} {tuple(table.shape)}")
         if ids is not None and (ids.dtype != torch.int64 or not ids.is_contiguous()):
             raise ValueError(f"ids are int64, side by side, not {ids.dtype} {ids.stride()} apart")
         expect("ids", ids, torch.int64, rows)
-        given += [table.data_ptr(), address(ids), len(table)]
+        given += [table.data_ptr(), address(ids), height]
     given += [None, None, 0] * (TABLES - len(parts))
     kernels.library.anycore_gather(*given, rows, width, scale, is_wide(dtype), out.data_ptr())
     return out
+
+
+def opened(kernels: Kernels, ids: Tensor | None, table: Table) -> tuple[Tensor, Tensor | None, int]:
+    """A table as the kernel reads it, with ids and height; of a quantised one the rows at these ids."""
+    if not isinstance(table, QuantisedMatrix):
+        return table, ids, len(table)
+    if ids is None:
+        raise ValueError("rows of a quantised table are taken by ids")
+    return quantised.embedding(kernels, ids, table), None, EACH
 
 
 def angles(kernels: Kernels, positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
