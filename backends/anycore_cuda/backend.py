@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anycore.contract.backend import Backend, Limits, StepFn, StepOutput, WholeStep
 from anycore.contract.graphs import GraphStep, Replay
 from anycore.errors import PluginError
+from anycore_cuda.collective import CardGroup
 from anycore_cuda.kernels.launch import launch
 from anycore_cuda.memory import CudaMemory
 from anycore_cuda.ops import CudaOps
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
 
 class CudaBackend(Backend):
     name = "cuda"
-    collective = "nccl"
+    collective: str = "nccl"
     overlap = True
     self_check = False  # it would compile kernels for its own small shapes, which has not been timed on a device yet
 
@@ -36,6 +40,9 @@ class CudaBackend(Backend):
         early = early and torch.cuda.get_device_capability(device) >= (9, 0)
         super().__init__(device, memory, CudaOps(memory, processors, early))
         self._pool: Any = None  # a handle of torch's
+
+    def join(self, store: Store, rank: int, size: int, one_host: bool) -> None:
+        self.ops.group = CardGroup(self.collective, self.device, store, rank, size, one_host)
 
     def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         if limits.block_size == 0:  # nothing decodes

@@ -19,10 +19,8 @@ from anycore_cuda.kernels.quantised_rows import fix, round_rows
 TILED_ROWS = 64
 """So many rows at most are multiplied by tiles that are widened in registers; for more the matrix is made dense."""
 
-LIBRARY_ROWS = 64
-"""From so many rows on cuBLAS multiplies e4m3, where it can."""
-SPLIT_ROWS = 256
-"""Up to so many it does not where the matrix has few rows: it leaves processors idle, and does not split columns."""
+LIBRARY_ROWS = 65
+"""From so many rows on cuBLAS multiplies e4m3, where it can: at 144 rows in 13 us where `product` takes 17."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +88,7 @@ def rounded_product(
     """Rows as `round_rows` leaves them times a matrix that is rounded, too."""
     outputs, columns = weight.shape
     fits = outputs % 16 == 0 and columns % 16 == 0 and dtype != torch.float16
-    few = len(numbers) < (LIBRARY_ROWS if outputs >= 128 * chip.processors else SPLIT_ROWS + 1)
-    if chip.scaled and weight.kind == "e4m3" and fits and not few:
+    if chip.scaled and weight.kind == "e4m3" and fits and len(numbers) >= LIBRARY_ROWS:
         other = weight.data.view(torch.float8_e4m3fn).t()
         out = torch._scaled_mm(
             numbers, other, scale_a=scale[:, None], scale_b=weight.scale[None], out_dtype=dtype, use_fast_accum=True

@@ -80,6 +80,8 @@ def collect(backend: str, tally: Tally, processes: int = 1) -> int:
 
     os.environ[BACKEND] = backend
     os.environ.pop("PYTEST_ADDOPTS", None)  # those, too: "-n 2" in it would run all cases, --quick or not
+    if processes > 1:  # each would start a thread a core, and they would keep one another from working
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     words = ["--pyargs", "anycore.contract.suite", "-c", os.devnull, "-q", "--tb=short"]
     words += ["-p", "no:cacheprovider", "-p", "no:logging"]
     words += ["-n", str(processes)] if processes > 1 else []
