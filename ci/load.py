@@ -1,4 +1,4 @@
-"""What a server on this machine does under load, a part at a time: `python ci/load.py PART MODEL`.
+"""What a server on this machine does under load, a part at a time: `python ci/load.py PART MODEL [SERVER FLAGS]`.
 
     streams    so many SSE streams at once: errors, tokens a second, memory
     idle       so many connections that say nothing: memory, and what others notice of them
@@ -6,7 +6,8 @@
     short      short requests beside a stream of long prompts, by the order of those that wait
 
 Every part prints the load average beside its figures: where it is far above what the part itself makes, they are of a
-busy machine and say little about latency.
+busy machine and say little about latency. Further arguments go to the server and win over those given here, such as
+`--max-num-batched-tokens 128`.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ SETTLE = 600.0  # seconds in which what was begun must end
 @contextmanager
 def serve(options: argparse.Namespace, *flags: str) -> Iterator[Live]:
     """Start a server of the model under the name "lm" on this machine's CPU, and try it out."""
-    settings = ("--served-model-name", "lm", "--backend", "cpu", "--log-level", "warning", *flags)
-    with serve_process(options.model, *settings) as live:
+    cores = str(len(os.sched_getaffinity(0)))
+    settings = ("--served-model-name", "lm", "--backend", "cpu", "--log-level", "warning", "--threads", cores)
+    with serve_process(options.model, *settings, *flags, *options.flags) as live:
         live.post("/v1/completions", {"model": "lm", "prompt": "a", "max_tokens": 2}).raise_for_status()
         yield live
 
@@ -186,7 +188,7 @@ def overload(options: argparse.Namespace) -> int:
 
 def short(options: argparse.Namespace) -> int:
     rate = 0.0
-    for policy in ("short-first", "fcfs"):
+    for policy in options.policies:
         with serve(options, "--scheduling-policy", policy, "--kv-cache-memory", "1GiB") as live:
             base = load_of(live, input_len=(16, 64), output_len=(64, 64))
             if not rate:
@@ -218,7 +220,9 @@ PARTS = {"streams": (streams, 512), "idle": (idle, 10_000), "overload": (overloa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("model")
     parser.add_argument("--number", type=int, help="streams (default: 512) or connections (default: 10000)")
@@ -226,7 +230,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32, help="of each stream")
     parser.add_argument("--places", type=int, default=16, help="sequences that run, and that may wait, under overload")
     parser.add_argument("--seconds", type=float, default=300, help="of overload, and of short requests")
-    options = parser.parse_args()
+    parser.add_argument("--policies", nargs="+", default=["short-first", "fcfs"], help="of short")
+    options, options.flags = parser.parse_known_args()
     part, number = PARTS[options.part]
     options.number = options.number or number
     return int(part(options) > 0)
