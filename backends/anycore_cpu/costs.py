@@ -23,9 +23,10 @@ MAKING_A_MASK, WITH_A_WINDOW = 9, 19
 
 def workspace(shape: StepShape) -> int:
     """How far a step goes beyond `activation_bytes`."""
-    if shape.rounded:  # read by the contract's own attention, as under a soft cap
-        return _in_torch(replace(shape, softcap=True))
-    return _in_kernels(shape) if build.available(processor_flags()) else _in_torch(shape)
+    if build.available(processor_flags()):
+        return _in_kernels(shape)
+    # A rounded cache is read by the contract's own attention, as under a soft cap.
+    return _in_torch(replace(shape, softcap=True) if shape.rounded else shape)
 
 
 def _in_kernels(shape: StepShape) -> int:
@@ -101,7 +102,7 @@ def recorded(shape: StepShape) -> int:
     """What recorded steps take: the widest moment of the largest one, and the buffers that batches are copied to. Of
     texts that are encoded in groups, each thread's has memory of its own.
     """
-    if shape.rounded or not build.available(processor_flags()):
+    if not build.available(processor_flags()):
         return 0
     rows = min(shape.seqs, REQUESTS) if shape.block_size else TEXT_ROWS
     blocks = -(-shape.longest // shape.block_size) if shape.block_size else 0

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from anycore.contract.batch import Batch, Samples, Sampling
-from anycore.contract.ops import HeadNorms, Ops
-from anycore.contract.rounded import RoundedCache
+from anycore.contract.ops import HeadNorms
 from anycore.contract.sampling import adjust, raw_of, report
 from anycore.contract.weights import DenseWeight, Weight
 from anycore_cpu.kernels import ends, quantised
@@ -38,8 +37,6 @@ class KernelOps(CpuOps):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if isinstance(cache, RoundedCache):
-            return Ops.attention(self, q, k, v, cache, batch, scale, window, softcap)
         plan = batch.plan if batch.plan is not None else self.plan(batch)
         return self.kernels.attend(plan, q, k, v, cache, scale, window, softcap)
 
@@ -56,8 +53,6 @@ class KernelOps(CpuOps):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        if isinstance(cache, RoundedCache):
-            return super().self_attention(qkv, heads, kv_heads, norms, angles, cache, batch, scale, window, softcap)
         plan = batch.plan if batch.plan is not None else self.plan(batch)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         return self.kernels.attend(plan, q, k, v, cache, scale, window, softcap, norms, angles)

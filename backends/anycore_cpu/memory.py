@@ -57,14 +57,14 @@ class CpuMemory(Memory):
 
     def allocate_kv(self, kv: KVSpec, blocks: int) -> list[Any]:
         """Of pages that the system zeroes when they are first written: a large pool costs no start-up time, and none of
-        its memory before requests fill it. A rounded cache is the contract's own, whoever computes.
+        its memory before requests fill it.
         """
         shape: tuple[int, ...] = (2, blocks, kv.block_size, kv.kv_heads, kv.head_dim)
+        if self.kernels:
+            shape = (blocks, kv.kv_heads, 2, kv.block_size, kv.head_dim)
         if kv.rounded is not None:
             kind = TYPES[kv.rounded]
             return [RoundedCache(pages(shape, kind), pages(shape[:-1], torch.bfloat16)) for _ in range(kv.layers)]
-        if self.kernels:
-            shape = (blocks, kv.kv_heads, 2, kv.block_size, kv.head_dim)
         return [pages(shape, getattr(torch, kv.dtype)) for _ in range(kv.layers)]
 
     def upload(self, host: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from anycore.contract.backend import StepOutput, WholeStep
 from anycore.contract.batch import Batch, Sampling
-from anycore.contract.rounded import RoundedCache
 from anycore.contract.sizes import Limits
 from anycore_cpu.costs import REQUESTS, TEXT_ROWS
 from anycore_cpu.kernels.attention import KernelPlan
@@ -174,7 +173,5 @@ def kind_of(batch: Batch) -> Kind | None:
         if len(batch.query_lens) > 1 or rows > TEXT_ROWS:
             return None
     elif not batch.decode_only or batch.output_rows is not None or rows > REQUESTS:
-        return None
-    if batch.kv is not None and isinstance(batch.kv[0], RoundedCache):  # which torch reads
         return None
     return rows, batch.kv is not None, batch.token_types is not None, batch.output_rows is not None

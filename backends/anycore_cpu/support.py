@@ -48,23 +48,18 @@ NO_FLOAT16 = "processors compute float16 through float32, at half the range: tak
 
 ROUNDED = "rows that quantised weights multiply are rounded to int8, with a scale for each group of the weights"
 SCHEMES = ("w8a8", "w4a16", "gguf")
-CACHED = "a rounded KV cache is read by plain torch: right, not fast"
 KV_CACHES = ("int8", "fp8")
 
 
 def rows(shape: Support) -> tuple[Support, ...]:
     """The lines of one kind of attention, better ones first. Where our own kernels run, quantised weights are kept."""
+    shape = replace(shape, kv_caches=KV_CACHES if shape.attention == "causal" else ())
     narrow = replace(shape, weights=("bfloat16",), schemes=SCHEMES)
-    slow = replace(shape, level=Level.REFERENCE, kv_caches=KV_CACHES if shape.attention == "causal" else ())
+    slow = replace(shape, level=Level.REFERENCE)
     slow_narrow = replace(slow, weights=("bfloat16",))
-    cached = (
-        replace(slow_narrow, chips=BF16_CHIPS, schemes=SCHEMES, note=f"{CACHED}; {ROUNDED}"),
-        replace(slow, chips=BF16_CHIPS + OTHER_CHIPS, note=CACHED),
-    )
     return (
         replace(shape, chips=BF16_CHIPS + OTHER_CHIPS),
         replace(narrow, chips=BF16_CHIPS, note=ROUNDED),
-        *(cached if slow.kv_caches else ()),
         replace(slow_narrow, chips=OTHER_CHIPS, schemes=SCHEMES, note=f"{SLOW_BF16}; {ROUNDED}"),
         replace(slow_narrow, chips=plain(BF16_CHIPS), note=PLAIN),
         replace(slow, note=PLAIN),

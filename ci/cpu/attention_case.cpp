@@ -11,6 +11,20 @@ namespace {
 
 using Row = std::vector<double>;
 
+// What a byte of a rounded cache stands for: int8, or e4m3.
+double level_of(uint8_t byte, int rounding) {
+    if (rounding == 1) return static_cast<int8_t>(byte);
+    const int exponent = byte >> 3 & 15, fraction = byte & 7;
+    const double size = exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    return byte & 0x80 ? -size : size;
+}
+
+// How far a number may be from what is stored of it, whose scale is bf16: half a step of its format.
+double rounding_of(double x, double scale, int rounding) {
+    if (rounding == 1) return scale * 0.502 + 1e-12;
+    return std::max(std::fabs(x) / 15.9, scale * std::ldexp(1, -9)) + 1e-12;
+}
+
 Row row_of(Numbers& from, long first, long size) {
     Row row;
     for (long d = 0; d < size; d++) row.push_back(from[first + d]);
@@ -68,15 +82,31 @@ void check_attention(const AttentionCase& shape) {
         std::swap(places[static_cast<size_t>(i)], places[static_cast<size_t>(chance.below(i + 1))]);
     Memory<int32_t> tables(std::max(1L, shape.requests * blocks));
     std::copy(places.begin(), places.end(), static_cast<int32_t*>(tables));
-    Numbers cache((shape.requests * blocks + 1) * shape.kv_heads * 2 * block * dim, shape.wide, chance);
+    const long all_heads = (shape.requests * blocks + 1) * shape.kv_heads * 2 * block;
+    Numbers cache(shape.rounding ? 0 : all_heads * dim, shape.wide, chance);
+    Memory<uint8_t> bytes(shape.rounding ? all_heads * dim : 0);
+    Memory<uint16_t> scales(shape.rounding ? all_heads : 0);
+    for (long i = 0; i < bytes.count(); i++) bytes[i] = static_cast<uint8_t>(chance.below(255) - 127) & 0xfe;
+    for (long i = 0; i < scales.count(); i++) scales[i] = narrow(chance.number() / (shape.rounding == 1 ? 64 : 256));
     const auto in_cache = [&](long request, long token, long head, bool value) {
         const long at = tables[request * blocks + token / block];
         return (((at * shape.kv_heads + head) * 2 + value) * block + token % block) * dim;
     };
     for (long i = 0; block && i < shape.requests; i++)
         for (long token = lengths[i]; token < blocks * block; token++)  // nobody may look at what is not there yet
-            for (long x = 0; x < shape.kv_heads * 2 * dim; x++)
-                cache.set(in_cache(i, token, x / (2 * dim), x / dim % 2 != 0) + x % dim, NAN);
+            for (long x = 0; x < shape.kv_heads * 2 * dim; x++) {
+                const long place = in_cache(i, token, x / (2 * dim), x / dim % 2 != 0);
+                shape.rounding ? void(scales[place / dim] = 0x7fc0) : cache.set(place + x % dim, NAN);
+            }
+    const auto held = [&](long place) {  // a head of the cache
+        if (!shape.rounding) return row_of(cache, place, dim);
+        Row row;
+        for (long d = 0; d < dim; d++) {
+            const double number = level_of(bytes[place + d], shape.rounding) * static_cast<double>(widen(scales[place / dim]));
+            row.push_back(shape.wide ? number : static_cast<double>(widen(narrow(static_cast<float>(number)))));
+        }
+        return row;
+    };
     Memory<int64_t> slots(std::max(1L, rows));
     for (long i = 0; block && i < shape.requests; i++)
         for (long r = 0; r < shape.lengths[i]; r++) {
@@ -95,7 +125,8 @@ void check_attention(const AttentionCase& shape) {
     anycore::Attention what{};
     char* matrix = static_cast<char*>(qkv.data());
     what.q = matrix, what.k = matrix + k_at * size, what.v = matrix + v_at * size, what.out = out.data();
-    what.cache = block ? cache.data() : nullptr;
+    what.cache = !block ? nullptr : shape.rounding ? static_cast<uint8_t*>(bytes) : cache.data();
+    what.scales = shape.rounding ? static_cast<uint16_t*>(scales) : nullptr, what.rounding = shape.rounding;
     what.slots = slots, what.tables = tables, what.starts = starts, what.lengths = lengths;
     what.q_norm = shape.norms ? static_cast<float*>(q_norm) : nullptr;
     what.k_norm = shape.norms ? static_cast<float*>(k_norm) : nullptr;
@@ -114,8 +145,8 @@ void check_attention(const AttentionCase& shape) {
             std::vector<Row> keys, values;
             for (long token = 0; token < length; token++) {
                 if (token < context) {
-                    keys.push_back(row_of(cache, in_cache(i, token, kv, false), dim));
-                    values.push_back(row_of(cache, in_cache(i, token, kv, true), dim));
+                    keys.push_back(held(in_cache(i, token, kv, false)));
+                    values.push_back(held(in_cache(i, token, kv, true)));
                     continue;
                 }
                 const long row = starts[i] + token - context;
@@ -123,6 +154,19 @@ void check_attention(const AttentionCase& shape) {
                 keys.push_back(prepared(row_of(before, row * stride + k_at + kv * dim, dim), what.k_norm, turn,
                                         sin + row * (dim / 2), eps, shape.wide));
                 values.push_back(row_of(before, row * stride + v_at + kv * dim, dim));
+                if (shape.rounding) {
+                    for (Row* row : {&keys.back(), &values.back()}) {
+                        const long place = in_cache(i, token, kv, row == &values.back());
+                        const double scale = static_cast<double>(widen(scales[place / dim]));
+                        const Row kept = held(place);
+                        for (size_t d = 0; d < row->size(); d++) {
+                            const double wanted = (*row)[d], bound = rounding_of(wanted, scale, shape.rounding);
+                            near(kept[d], wanted, bound + rounding(wanted, shape.wide, 10), "a rounded number");
+                        }
+                        *row = kept;
+                    }
+                    continue;
+                }
                 for (long d = 0; block && d < dim; d++) {
                     near(cache[in_cache(i, token, kv, false) + d], keys.back()[static_cast<size_t>(d)],
                          2 * rounding(keys.back()[static_cast<size_t>(d)], shape.wide, 10), "a stored key");

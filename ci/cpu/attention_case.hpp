@@ -12,6 +12,7 @@ struct AttentionCase {
     long window;
     float softcap;
     bool causal, wide, norms, angles;
+    int rounding;  // of the cache; 0: it is not
     uint64_t seed;
 };
 

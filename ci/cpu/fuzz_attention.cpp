@@ -33,6 +33,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
         shape.contexts[i] = shape.block_size ? std::min(tokens, work / shape.lengths[i]) : 0;
         work -= std::min(work, shape.lengths[i] * (shape.lengths[i] + shape.contexts[i]));
     }
+    shape.rounding = flags & 128 && shape.block_size ? static_cast<int>(byte(1, 2)) : 0;
     while (size > 0) shape.seed = shape.seed * 31 + static_cast<uint64_t>(byte(0, 255));
     check::check_attention(shape);
     return 0;

@@ -244,6 +244,7 @@ void check_any_attention(Chance& chance) {
     shape.softcap = chance.coin() ? 0.0f : 5.0f;
     shape.causal = shape.block_size || chance.coin();
     shape.wide = chance.coin(), shape.norms = chance.coin(), shape.angles = chance.coin(), shape.seed = chance.bits();
+    shape.rounding = shape.block_size && chance.coin() ? static_cast<int>(chance.between(1, 2)) : 0;
     check_attention(shape);
 }
 

@@ -11,6 +11,7 @@
 
 #include "interface.hpp"
 #include "panels.hpp"
+#include "places.hpp"
 #include "replay.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
@@ -18,17 +19,9 @@
 namespace anycore {
 namespace {
 
-constexpr long TILE = 128;  // keys
 constexpr long PART = 512;  // keys of a single row that one task takes
 constexpr long ROWS = 128;  // rows of a task, heads of a group counted apart
 constexpr float NEVER = -INFINITY;
-
-struct Task {
-    long request, head;            // a KV head
-    long first_row, rows;          // of the batch
-    long first_key, last_key;      // tokens of the request that some of the rows see
-    long part;                     // where its sums go; -1: it is the whole row
-};
 
 long first_key(const Attention& a, long position) {
     return a.window ? std::max(0L, position - static_cast<long>(a.window) + 1) : 0;
@@ -102,32 +95,6 @@ void write_row(const float* row, long size, float total, T* out) {
     for (; d + LANES <= size; d += LANES) store(out + d, load(row + d) * factor);
     for (; d < size; d++) store_one(out + d, row[d] * factor);
 }
-
-// ---- where keys and values are ---------------------------------------------------------------------------------------
-
-template <class T>
-struct Places {
-    const T* keys[TILE];
-    const T* values[TILE];
-
-    void find(const Attention& a, const Task& task, long first, long count) {
-        const long dim = a.head_dim, block = a.block_size;
-        if (!a.cache) {
-            const long row = a.starts[task.request] + first;
-            const T* k = static_cast<const T*>(a.k) + row * a.k_stride + task.head * dim;
-            const T* v = static_cast<const T*>(a.v) + row * a.v_stride + task.head * dim;
-            for (long j = 0; j < count; j++) keys[j] = k + j * a.k_stride, values[j] = v + j * a.v_stride;
-            return;
-        }
-        const int32_t* table = a.tables + task.request * a.table_stride;
-        for (long j = 0; j < count;) {
-            const long offset = (first + j) % block, run = std::min(count - j, block - offset);
-            const T* key = static_cast<const T*>(a.cache) +
-                           ((table[(first + j) / block] * a.kv_heads + task.head) * 2 * block + offset) * dim;
-            for (long end = j + run; j < end; j++, key += dim) keys[j] = key, values[j] = key + block * dim;
-        }
-    }
-};
 
 // ---- one row: keys as they lie ---------------------------------------------------------------------------------------
 
@@ -207,18 +174,20 @@ void attend_one(const Attention& a, const Task& task, float* parts) {
     const long dim = a.head_dim, group = a.heads / a.kv_heads;
     static thread_local Scratch scratch;
     scratch.reserve(sizeof(float) * static_cast<size_t>(group * (2 * dim + TILE)) + sizeof(Places<T>) +
-                        sizeof(Softmax) * static_cast<size_t>(group), 5);
+                        sizeof(Softmax) * static_cast<size_t>(group) +
+                        sizeof(T) * static_cast<size_t>(Places<T>::room(a)), 6);
     float* q = scratch.take<float>(group * dim);
     float* out = scratch.take<float>(group * dim);
     float* scores = scratch.take<float>(group * TILE);
     auto& places = *scratch.take<Places<T>>(1);
     auto* states = scratch.take<Softmax>(group);
+    T* opened = scratch.take<T>(Places<T>::room(a));
     const T* from = static_cast<const T*>(a.q) + task.first_row * a.q_stride + task.head * group * dim;
     for (long i = 0; i < group * dim; i++) q[i] = widen(from[i]), out[i] = 0;
     std::fill_n(states, group, Softmax{});
     for (long first = task.first_key; first < task.last_key; first += TILE) {
         const long count = std::min(TILE, task.last_key - first);
-        places.find(a, task, first, count);
+        places.find(a, task, first, count, opened);
         for (long h = 0; h < group; h += HEADS_AT_ONCE)
             with_heads(std::min<long>(HEADS_AT_ONCE, group - h), [&](auto heads) {
                 score<decltype(heads)::value>(q + h * dim, places.keys, count, dim, scores + h * TILE);
@@ -310,7 +279,8 @@ void attend_several(const Attention& a, const Task& task) {
     static thread_local Scratch scratch;
     scratch.reserve(sizeof(float) * static_cast<size_t>(rows * (width + TILE)) +
                         sizeof(T) * static_cast<size_t>(rows * (inputs + TILE) + COLUMNS * (inputs + TILE)) +
-                        sizeof(Places<T>) + sizeof(Softmax) * static_cast<size_t>(rows), 8);
+                        sizeof(Places<T>) + sizeof(Softmax) * static_cast<size_t>(rows) +
+                        sizeof(T) * static_cast<size_t>(Places<T>::room(a)), 9);
     float* out = scratch.take<float>(rows * width);
     float* scores = scratch.take<float>(rows * TILE);
     T* copy = scratch.take<T>(rows * inputs);
@@ -319,6 +289,7 @@ void attend_several(const Attention& a, const Task& task) {
     T* value_panel = scratch.take<T>(COLUMNS * TILE);
     auto& places = *scratch.take<Places<T>>(1);
     auto* states = scratch.take<Softmax>(rows);
+    T* opened = scratch.take<T>(Places<T>::room(a));
     std::fill_n(states, rows, Softmax{});
     const T* q = static_cast<const T*>(a.q) + task.first_row * a.q_stride + task.head * group * dim;
     long q_stride = a.q_stride;
@@ -333,7 +304,7 @@ void attend_several(const Attention& a, const Task& task) {
         const bool begun = first > task.first_key;  // something is in `out` already
         const long count = std::min(TILE, task.last_key - first);
         const long padded = padded_inputs<T>(count);
-        places.find(a, task, first, count);
+        places.find(a, task, first, count, opened);
         for (long c = 0; c < count; c += COLUMNS) {
             pack_keys(places.keys + c, std::min<long>(COLUMNS, count - c), dim, inputs, key_panel);
             multiply(rows, q, q_stride, key_panel, inputs, scores + c, TILE, false);

@@ -11,6 +11,7 @@ struct Attention {
     void* v;
     void* out;    // [rows, heads, head_dim]
     void* cache;  // [blocks, kv_heads, K and V, block_size, head_dim]; null: a request's rows are all its tokens
+    uint16_t* scales;        // [blocks, kv_heads, K and V, block_size] bf16: of a rounded cache
     const int64_t* slots;    // [rows]: where in the cache a row is stored
     const int32_t* tables;   // [requests, table_stride]
     const int32_t* starts;   // [requests + 1]: first rows
@@ -24,6 +25,7 @@ struct Attention {
     int64_t window;  // 0: none
     float scale, softcap, eps;  // softcap 0: none
     int32_t causal, wide;       // wide: float, else bf16
+    int32_t rounding;           // of the cache: `Rounding` of rounded.hpp
 };
 
 template <class T>

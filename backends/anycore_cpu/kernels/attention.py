@@ -1,6 +1,7 @@
 """Attention by our own kernel: what one call is told, the same for prompts, decoding and encoders.
 
-The cache is [blocks, Hkv, K and V, block_size, D] a layer: what one head reads of a block is one run of memory.
+The cache is [blocks, Hkv, K and V, block_size, D] a layer: what one head reads of a block is one run of memory. A
+rounded one has its scales beside it, [blocks, Hkv, K and V, block_size].
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from torch import Tensor
 
 from anycore.contract.batch import Batch
 from anycore.contract.ops import HeadNorms
+from anycore.contract.rounded import RoundedCache
 
-ADDRESSES = ("q", "k", "v", "out", "cache", "slots", "tables", "starts", "lengths", "q_norm", "k_norm", "cos", "sin")
+ADDRESSES = (
+    *("q", "k", "v", "out", "cache", "scales", "slots", "tables", "starts", "lengths"),
+    *("q_norm", "k_norm", "cos", "sin"),
+)
 STRIDES = ("q_stride", "k_stride", "v_stride", "table_stride")
 SIZES = ("rows", "requests", "heads", "kv_heads", "head_dim", "block_size", "window")
 
 DTYPES = (torch.float32, torch.bfloat16)
+ROUNDINGS = {torch.int8: 1, torch.float8_e4m3fn: 2}
+"""Of a cache that is rounded: `Rounding` of rounded.hpp."""
 
 
 class Arguments(ctypes.Structure):
@@ -29,7 +36,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ADDRESSES),
         *((name, ctypes.c_int64) for name in (*STRIDES, *SIZES)),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "eps")),
-        *((name, ctypes.c_int32) for name in ("causal", "wide")),
+        *((name, ctypes.c_int32) for name in ("causal", "wide", "rounding")),
     )
 
 
@@ -84,7 +91,7 @@ def check_layer(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cache: Tensor | None,
+    cache: Tensor | RoundedCache | None,
     window: int | None,
     norms: HeadNorms | None,
     angles: tuple[Tensor, Tensor] | None,
@@ -103,8 +110,12 @@ def check_layer(
             f"heads of one row lie side by side, {(dim, 1)} apart: {q.stride()}, {k.stride()}, {v.stride()}"
         )
     if cache is not None:
-        expect("cache", cache, q.dtype, len(cache), kv_heads, 2, plan.batch.block_size, dim)
-        if plan.slots is None or plan.tables is None or not cache.is_contiguous():
+        data, dtype, whole = cache, q.dtype, True
+        if isinstance(cache, RoundedCache):
+            data, dtype, whole = cache.data, cache.dtype, cache.scale.is_contiguous() and cache.dtype in ROUNDINGS
+            expect("scales", cache.scale, torch.bfloat16, len(data), kv_heads, 2, plan.batch.block_size)
+        expect("cache", data, dtype, len(data), kv_heads, 2, plan.batch.block_size, dim)
+        if plan.slots is None or plan.tables is None or not (whole and data.is_contiguous()):
             raise ValueError("a cache is one run of memory, and is used with slots and block tables")
     if window is not None and window < 1:
         raise ValueError(f"window: at least 1 token, not {window}")
@@ -122,7 +133,7 @@ def arguments(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    cache: Tensor | None,
+    cache: Tensor | RoundedCache | None,
     scale: float,
     window: int | None,
     softcap: float | None,
@@ -136,7 +147,8 @@ def arguments(
         k=k.data_ptr(),
         v=v.data_ptr(),
         out=out.data_ptr(),
-        cache=address(cache),
+        cache=address(cache.data if isinstance(cache, RoundedCache) else cache),
+        scales=address(cache.scale) if isinstance(cache, RoundedCache) else None,
         q_norm=None if norms is None else norms[0].data_ptr(),
         k_norm=None if norms is None else norms[1].data_ptr(),
         cos=None if angles is None else angles[0].data_ptr(),
@@ -153,5 +165,6 @@ def arguments(
         eps=0.0 if norms is None else norms[2],
         causal=plan.batch.causal,
         wide=q.dtype == torch.float32,
+        rounding=ROUNDINGS[cache.dtype] if isinstance(cache, RoundedCache) else 0,
         **plan.common,
     )

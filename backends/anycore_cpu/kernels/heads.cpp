@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "attention.hpp"
+#include "rounded.hpp"
 #include "scratch.hpp"
 #include "threads.hpp"
 #include "vectors.hpp"
@@ -61,13 +62,19 @@ void prepare_heads(const Attention& a) {
     if (!turned && !a.cache) return;
     parallel_for((a.rows + ROWS - 1) / ROWS, [&](long task) {
         static thread_local Scratch scratch;
-        scratch.reserve(static_cast<size_t>(dim) * sizeof(float), 1);
-        float* wide = scratch.take<float>(dim);
+        scratch.reserve(static_cast<size_t>(dim + LANES) * sizeof(float), 1);
+        float* wide = scratch.take<float>(dim + LANES);
         const auto turn = [&](const T* from, const float* weight, long row, T* to) {
             widen_head(from, dim, wide);
             if (weight) norm(wide, dim, weight, a.eps);
             if (a.cos) rotate(wide, dim, a.cos + row * half, a.sin + row * half);
             narrow_head(wide, dim, to);
+        };
+        const auto keep = [&](const T* head, long place) {
+            uint8_t* to = static_cast<uint8_t*>(a.cache) + place * dim;
+            widen_head(head, dim, wide);
+            a.rounding == INT8 ? round_head<INT8>(wide, dim, to, a.scales + place)
+                               : round_head<FP8>(wide, dim, to, a.scales + place);
         };
         for (long row = task * ROWS; row < std::min<long>(a.rows, (task + 1) * ROWS); row++) {
             T* q = static_cast<T*>(a.q) + row * a.q_stride;
@@ -75,16 +82,18 @@ void prepare_heads(const Attention& a) {
             const T* v = static_cast<T*>(a.v) + row * a.v_stride;
             for (long h = 0; turned && h < a.heads; h++) turn(q + h * dim, a.q_norm, row, q + h * dim);
             for (long h = 0; h < a.kv_heads; h++) {
-                T* to = k + h * dim;
-                if (a.cache) {
-                    const long slot = a.slots[row];
-                    to = static_cast<T*>(a.cache) + ((slot / block * a.kv_heads + h) * 2 * block + slot % block) * dim;
+                T *head = k + h * dim, *to = head;
+                long place = 0;
+                if (a.cache) place = (a.slots[row] / block * a.kv_heads + h) * 2 * block + a.slots[row] % block;
+                if (a.cache && !a.rounding) {
+                    to = static_cast<T*>(a.cache) + place * dim;
                     std::copy_n(v + h * dim, dim, to + block * dim);
                 }
                 if (turned)
-                    turn(k + h * dim, a.k_norm, row, to);
-                else
-                    std::copy_n(k + h * dim, dim, to);
+                    turn(head, a.k_norm, row, to);
+                else if (to != head)
+                    std::copy_n(head, dim, to);
+                if (a.rounding) keep(head, place), keep(v + h * dim, place + block);
             }
         }
     });

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from anycore.contract.ops import HeadNorms
+from anycore.contract.rounded import RoundedCache
 from anycore.errors import ConfigError
 from anycore_cpu.kernels import build, quantised
 from anycore_cpu.kernels.attention import DTYPES, Arguments, KernelPlan, address, arguments, expect
@@ -140,7 +141,7 @@ class Kernels:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        cache: Tensor | None,
+        cache: Tensor | RoundedCache | None,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
