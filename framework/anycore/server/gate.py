@@ -66,7 +66,7 @@ class Gate:
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 receive = await read_body(headers, receive, self._max_body, self._read_timeout)
             await self._app(scope, receive, send)
-        except SlowRequest as error:
+        except (SlowRequest, TooLarge) as error:  # the rest of the body is not read
             await error_response(error, {"Connection": "close"})(scope, receive, send)
         except AnycoreError as error:
             await error_response(error)(scope, receive, send)

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from anycore.errors import AnycoreError, BadRequest
 from anycore.server.failures import error_response
 from anycore.server.gate import SlowRequest
+from anycore.server.parting import Parting
 from anycore.server.slow import LEAST, Watch
 from anycore.server.tls import Certificate
 
@@ -32,8 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class EnvelopeProtocol(H11Protocol):
-    """A connection. Answers what is not HTTP, or has too long or too slow headers, as every other error is answered."""
+    """A connection. Answers what is not HTTP, or has too long or too slow headers, as every other error is answered,
+    and gives a client that has been answered before its end the time to read that."""
 
+    _parting: Parting  # the transport
     _headers_since: float | None = None  # when the first byte of headers came that are not complete yet
     _taking: Watch | None = None  # of the client, while an answer waits for it
     _most = 0  # bytes that waited when that began
@@ -41,6 +44,8 @@ class EnvelopeProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._parting = Parting(transport, lambda: self.conn.their_state is h11.SEND_BODY, self.loop.time)
+        self.transport = cast(asyncio.Transport, self._parting)
         connection = transport.get_extra_info("socket")
         if connection is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_UNSENT)
@@ -48,6 +53,9 @@ class EnvelopeProtocol(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
+        if self.is_parting:
+            self._parting.came(len(data))
+            return
         if self._headers_since is None:
             self._headers_since = self.loop.time()
         super().data_received(data)
@@ -58,12 +66,19 @@ class EnvelopeProtocol(H11Protocol):
         self._taking = None
         super().resume_writing()
 
+    @property
+    def is_parting(self) -> bool:
+        """Whether it is closed but for what the client still sends."""
+        return self._parting.is_parting
+
     def look(self, read_seconds: float, write_seconds: float) -> None:
         """Close the connection if its client sends its headers, or takes its answer, too slowly; 0 s: for ever."""
         now = self.loop.time()
         if self._is_stuck(write_seconds, now):
             log.info("a client took less than %d bytes of its answer in %g s: cut off", LEAST, write_seconds)
             self.transport.abort()
+        elif self.is_parting:
+            self._parting.look()
         elif self._headers_since is not None and 0 < read_seconds < now - self._headers_since:
             self._headers_since = None
             if self.transport.is_closing() or (self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]):
@@ -71,7 +86,7 @@ class EnvelopeProtocol(H11Protocol):
             if self.conn.our_state is h11.IDLE:
                 self._refuse(SlowRequest(f"the headers did not come within {read_seconds:g} s (--read-timeout)"))
             else:  # it still sends the body of a request that has been answered
-                self.transport.abort()
+                self.transport.close()
 
     def _is_stuck(self, seconds: float, now: float) -> bool:
         """Whether the client has taken too little of what waits for it, while nothing is added to that."""
@@ -100,7 +115,7 @@ class EnvelopeProtocol(H11Protocol):
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        self._parting.part()
 
 
 class HttpServer(uvicorn.Server):
@@ -133,7 +148,8 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):
-            connection.shutdown()
+            if not cast(EnvelopeProtocol, connection).is_parting:
+                connection.shutdown()
 
     @property
     def busy(self) -> bool:
