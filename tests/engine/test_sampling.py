@@ -11,7 +11,7 @@ from sequences import sequence
 
 from anycore.contract.batch import IN_PROMPT, Penalties, Sampling
 from anycore.contract.sampling import filtered, penalised, sample
-from anycore.engine.request import SamplingParams
+from anycore.engine.request import Request, SamplingParams
 from anycore.engine.sampler import Sampler, draws, mixed_seeds
 from anycore.errors import BadRequest
 
@@ -67,7 +67,7 @@ def test_s04_the_order_is_temperature_then_top_k_then_top_p_then_min_p_as_in_tra
 
 def test_s04_minus_one_and_zero_switch_top_k_off() -> None:
     for value in (-1, 0):
-        sampling = Sampler(4, torch.device("cpu")).prepare([row(top_k=value, temperature=1.0)])
+        sampling = prepared(Sampler(4, torch.device("cpu")), [row(top_k=value, temperature=1.0)])
         assert sampling.top_k is None
 
 
@@ -104,6 +104,12 @@ def test_o02_values_out_of_range_name_their_field(field: str, value: object) -> 
     assert caught.value.param == field
 
 
+def prepared(sampler: Sampler, requests: list[Request]) -> Sampling:
+    for request in requests:
+        sampler.seat(request, request.num_output)
+    return sampler.prepare(requests, np.array([request.seat for request in requests]))
+
+
 def row(**params: object):
     """A sequence about to sample its first token."""
     request = sequence(0, [1, 2], **params)  # type: ignore[arg-type]
@@ -114,7 +120,7 @@ def row(**params: object):
 def draw(logits: list[float], **params: object) -> int:
     sampler = Sampler(len(logits), torch.device("cpu"))
     request = row(**params)
-    return int(sample(torch.tensor([logits]), sampler.prepare([request])).ids[0])
+    return int(sample(torch.tensor([logits]), prepared(sampler, [request])).ids[0])
 
 
 def test_s04_tiny_temperature_is_greedy_without_overflow() -> None:
@@ -189,7 +195,7 @@ def test_s05_penalties_follow_their_formulas() -> None:
 def test_s05_repetition_counts_the_prompt_at_the_first_step_and_presence_does_not() -> None:
     sampler = Sampler(4, torch.device("cpu"))
     request = row(repetition_penalty=2.0, presence_penalty=1.0)  # prompt 1, 2
-    sampling = sampler.prepare([request])
+    sampling = prepared(sampler, [request])
     assert sampling.penalties is not None
     assert sampling.penalties.counts.tolist() == [[0, IN_PROMPT, IN_PROMPT, 0]]
 
@@ -198,8 +204,8 @@ def test_s05_counts_grow_with_what_was_sampled() -> None:
     sampler = Sampler(4, torch.device("cpu"))
     request = row(frequency_penalty=1.0)
     for _ in range(3):
-        sampler.observe([request], sample(torch.tensor([[0.0, 0.0, 0.0, 9.0]]), sampler.prepare([request])))
-    sampling = sampler.prepare([request])
+        sampler.observe([request], sample(torch.tensor([[0.0, 0.0, 0.0, 9.0]]), prepared(sampler, [request])))
+    sampling = prepared(sampler, [request])
     assert sampling.penalties is not None
     assert sampling.penalties.counts.tolist() == [[0, IN_PROMPT, IN_PROMPT, 3]]
 
@@ -213,7 +219,7 @@ def test_s06_bias_forbids_and_forces_and_stays_in_its_row() -> None:
     ]
     for seat, request in enumerate(rows):
         request.seat = seat
-    ids = sample(torch.tensor([LOGITS] * 3), sampler.prepare(rows)).ids
+    ids = sample(torch.tensor([LOGITS] * 3), prepared(sampler, rows)).ids
     assert ids.tolist() == [1, 3, 0]
 
 
@@ -228,9 +234,9 @@ def test_s08_stops_have_probability_zero_before_min_tokens() -> None:
     sampler = Sampler(4, torch.device("cpu"))
     request = row(min_tokens=1, stop_token_ids=(0,), temperature=0.0)
     request.eos_ids = frozenset({1})
-    assert sample(torch.tensor([LOGITS]), sampler.prepare([request])).ids.tolist() == [2]
+    assert sample(torch.tensor([LOGITS]), prepared(sampler, [request])).ids.tolist() == [2]
     request.tokens.append(2)
-    assert sample(torch.tensor([LOGITS]), sampler.prepare([request])).ids.tolist() == [0]
+    assert sample(torch.tensor([LOGITS]), prepared(sampler, [request])).ids.tolist() == [0]
 
 
 def test_allowed_ids_and_bad_words() -> None:
@@ -238,14 +244,14 @@ def test_allowed_ids_and_bad_words() -> None:
     assert draw(LOGITS, bad_words_ids=((0,),), temperature=0.0) == 1
     sampler = Sampler(4, torch.device("cpu"))
     request = row(bad_words_ids=((1, 0),), temperature=0.0)
-    assert sample(torch.tensor([LOGITS]), sampler.prepare([request])).ids.tolist() == [0]
+    assert sample(torch.tensor([LOGITS]), prepared(sampler, [request])).ids.tolist() == [0]
     request.tokens.append(1)
-    assert sample(torch.tensor([LOGITS]), sampler.prepare([request])).ids.tolist() == [1]
+    assert sample(torch.tensor([LOGITS]), prepared(sampler, [request])).ids.tolist() == [1]
 
 
 def test_a06_logprobs_are_of_the_raw_distribution_and_finite() -> None:
     sampler = Sampler(4, torch.device("cpu"))
-    samples = sample(torch.tensor([LOGITS]), sampler.prepare([row(logprobs=4, top_k=1)]))
+    samples = sample(torch.tensor([LOGITS]), prepared(sampler, [row(logprobs=4, top_k=1)]))
     assert samples.top_logprobs is not None
     assert samples.top_logprobs[0].exp().tolist() == pytest.approx(PROBS, abs=1e-5)
     assert samples.ranks is not None
@@ -255,5 +261,5 @@ def test_a06_logprobs_are_of_the_raw_distribution_and_finite() -> None:
 def test_non_finite_rows_are_named() -> None:
     logits = torch.tensor([LOGITS, [math.nan, 1, 2, 3], [-math.inf] * 4, [math.inf, 0, 0, 0]])
     sampler = Sampler(4, torch.device("cpu"))
-    samples = sample(logits, sampler.prepare([row(temperature=0.0)] * 4))
+    samples = sample(logits, prepared(sampler, [row(temperature=0.0)] * 4))
     assert samples.finite.tolist() == [True, False, False, False]

@@ -38,7 +38,7 @@ class BatchBuilder:
         self.desk = desk
         self.tables = BlockTables(limits)
         self._samples: Samples | None = None  # of the step before
-        self._sampled: list[Request] = []  # whose they are
+        self._sampled = np.zeros(0, dtype=np.int64)  # seats of those whose they are
         self._places = np.full(limits.max_num_seqs, -1, dtype=np.int64)  # of seats in them; -1: not sampled
         self._starts = np.zeros(0, dtype=np.int64)  # first position of each entry of the last batch
         self._ends = self._starts  # and the one after its last
@@ -47,32 +47,32 @@ class BatchBuilder:
         self._shared: int | None = None  # tokens that all share; None: not looked for since the batch has changed
         self._order: Tensor | None = None  # the longest first, found along with it: all grow alike
 
-    def remember(self, requests: list[Request], samples: Samples | None) -> None:
-        """Take note of what the step just launched has sampled, one row a request."""
+    def remember(self, seats: Array, samples: Samples | None) -> None:
+        """Take note of what the step just launched has sampled, one row for each of some seats."""
         self._samples = samples
-        if requests is not self._sampled:
-            self._sampled = requests
+        if seats is not self._sampled:
+            self._sampled = seats
             self._places.fill(-1)
-            self._places[[request.seat for request in requests]] = np.arange(len(requests))
+            self._places[seats] = np.arange(len(seats))
 
-    def build(self, step: Step, output_rows: list[int] | range) -> Batch:
-        """Any step. A token that the host has not seen is a request's last, sampled by the step just before."""
+    def build(self, step: Step, seats: Array, output_rows: Array) -> Batch:
+        """Any step. A token that the host has not seen is a request's last, sampled by the step just before.
+
+        `seats` are those of the step's decodes; `output_rows` the rows whose hidden states are wanted.
+        """
         decodes = len(step.decodes)
-        requests = step.decodes + [chunk.request for chunk in step.chunks]
-        lens = np.ones(len(requests), dtype=np.int64)
-        lens[decodes:] = [chunk.rows for chunk in step.chunks]
-        starts = np.array(step.positions + [chunk.start for chunk in step.chunks], dtype=np.int64)
+        chunked = [chunk.request for chunk in step.chunks]
+        lens = extended(np.ones(decodes, dtype=np.int64), [chunk.rows for chunk in step.chunks])
+        starts = extended(np.array(step.positions, dtype=np.int64), [chunk.start for chunk in step.chunks])
         if self.kv is not None:
-            self._seats = np.array([request.seat for request in requests], dtype=np.int64)
+            self._seats = extended(seats, [request.seat for request in chunked])
             self._write_tables(step.decodes, starts[:decodes])
-            self.tables.write(requests[decodes:])
+            self.tables.write(chunked)
         ids, unseen, sampled = self._ids(step)
         ends = np.cumsum(lens)
-        owner = np.repeat(np.arange(len(requests)), lens)
-        order = range(len(ids))
-        every = output_rows == order or (len(output_rows) == len(order) and output_rows == list(order))
+        every = len(output_rows) == len(ids) and np.array_equal(output_rows, np.arange(len(ids)))
         self._starts, self._ends, self._lens, self._shared = starts, starts + lens, lens.tolist(), None
-        decodes_only = self.kv is not None and len(ids) == len(requests)
+        decodes_only = self.kv is not None and len(ids) == len(lens)
         if self.desk is not None and every and decodes_only and not self.spec.token_type_count:
             return self._laid_new(self.desk, ids, unseen, sampled)
         arrays = [ids, np.array([] if every else output_rows, dtype=np.int64), unseen, sampled]
@@ -82,6 +82,7 @@ class BatchBuilder:
                 if chunk.request.new.token_types:
                     types[end - chunk.rows : end] = chunk.request.new.token_types
             arrays.append(types)
+        owner = np.repeat(np.arange(len(lens)), lens)
         batch, sent = self._send(np.arange(ends[-1]) + (starts - (ends - lens))[owner], owner, lens, arrays)
         batch.input_ids = sent[0]
         if not every:
@@ -211,3 +212,7 @@ class BatchBuilder:
                 self._order = sent[5] if self._order is None else self._order
                 batch.shared_tokens, batch.order = self._shared, self._order
         return batch, sent[len(arrays) :]
+
+
+def extended(numbers: Array, more: list[int]) -> Array:
+    return np.concatenate((numbers, np.array(more, dtype=np.int64)))

@@ -21,7 +21,7 @@ from anycore.contract.sampling import report
 from anycore.engine import alternatives
 from anycore.engine.alternatives import Asking, asking
 from anycore.engine.beams import Branch
-from anycore.engine.building import BatchBuilder
+from anycore.engine.building import BatchBuilder, extended
 from anycore.engine.request import Request, TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.scheduler import Entry, Step
@@ -29,6 +29,9 @@ from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
+Array = np.ndarray[Any, np.dtype[np.int64]]
+
+NONE = np.zeros(0, dtype=np.int64)
 
 LOGIT_ROWS = 64
 """Prompt log-probabilities are taken this many rows at a time, so that [rows, V] tables stay small."""
@@ -49,8 +52,9 @@ class Model(Protocol):
 class Wanted:
     """The rows of a step whose hidden states are needed, and whose they are. Sampled rows come first."""
 
-    rows: list[int] | range = field(default_factory=list)
+    rows: Array
     sampled: list[Request] = field(default_factory=list)  # one row each
+    seats: Array = field(default_factory=lambda: NONE)  # of those sampled
     prompt: list[tuple[Request, int, int]] = field(default_factory=list)  # prompt scores: request, position, rows
     pooled: list[Request] = field(default_factory=list)
     asking: Asking = field(default_factory=Asking)  # of those sampled
@@ -106,13 +110,18 @@ class Runner:
     def launch(self, step: Step) -> Launched:
         """Build the batch and hand it to the device."""
         before = self._before
-        if before is not None and before.only_sampled and not step.chunks and before.sampled == step.decodes:
-            wanted = before  # each goes on with the token just sampled
+        goes_on = before is not None and before.only_sampled and not step.chunks and before.sampled == step.decodes
+        if goes_on and before is not None:
+            wanted, sampling = before, self._sampling(before)
+            batch = self.builder.next_tokens(wanted.sampled)
         else:
-            wanted = self._wanted(step)
-        sampling = self.sampler.prepare(wanted.sampled) if wanted.sampled else None
-        goes_on = wanted is before
-        batch = self.builder.next_tokens(wanted.sampled) if goes_on else self.builder.build(step, wanted.rows)
+            for chunk in step.chunks:  # with one a request comes to its seat; some have no other kind of row
+                if not chunk.request.is_pooled:
+                    self.sampler.seat(chunk.request, chunk.request.num_output + (not chunk.last))
+            seats = np.array([request.seat for request in step.decodes], dtype=np.int64)
+            wanted = self._wanted(step, seats)
+            sampling = self._sampling(wanted)
+            batch = self.builder.build(step, seats, wanted.rows)
         batch.plan = self.backend.ops.plan(batch)
         output = self._step(batch, sampling)
         self.padding += batch.padding
@@ -128,7 +137,7 @@ class Runner:
             leaving.append(self._pooled(output.rows, batch))
         batch.plan = None  # a plan knows its batch: the circle would keep masks and workspaces until it is looked for
         self._before = wanted
-        self.builder.remember(wanted.sampled, output.samples)
+        self.builder.remember(wanted.seats, output.samples)
         return Launched(step, wanted, output, further, self.backend.memory.download(leaving))
 
     @torch.inference_mode()
@@ -161,13 +170,13 @@ class Runner:
 
     # --- building -----------------------------------------------------------------------------------------------
 
-    def _wanted(self, step: Step) -> Wanted:
-        """Which rows' hidden states are needed, and for what."""
+    def _wanted(self, step: Step, seats: Array) -> Wanted:
+        """Which rows' hidden states are needed, and for what. `seats` are those of the step's decodes."""
         if self._rows == "all":  # pooled over whole requests, none of which is split
-            return Wanted(range(step.rows), pooled=[entry.request for entry in step.chunks])
-        at = len(step.decodes)
-        wanted = Wanted(sampled=list(step.decodes))
-        rows = list(range(at))
+            return Wanted(np.arange(step.rows), pooled=[entry.request for entry in step.chunks])
+        first = at = len(step.decodes)
+        wanted = Wanted(NONE, sampled=list(step.decodes))
+        ends: list[int] = []
         further: list[int] = []
         for entry in step.chunks:
             request, end = entry.request, at + entry.rows
@@ -178,16 +187,24 @@ class Runner:
             else:
                 if entry.last:
                     wanted.sampled.append(request)
-                    rows.append(end - 1)
+                    ends.append(end - 1)
                 scored = self._scored_rows(entry)
                 if scored:
                     further += range(at, at + scored)
                     wanted.prompt.append((request, entry.start, scored))
             at = end
-        wanted.rows = rows + further
-        wanted.asking = asking(wanted.sampled)
+        wanted.rows = extended(np.arange(first), ends + further)
+        wanted.seats = extended(seats, [request.seat for request in wanted.sampled[first:]])
         wanted.only_sampled = len(wanted.rows) == len(wanted.sampled) == len(step.decodes) + len(step.chunks)
         return wanted
+
+    def _sampling(self, wanted: Wanted) -> Sampling | None:
+        if not wanted.sampled:
+            return None
+        sampling = self.sampler.prepare(wanted.sampled, wanted.seats)
+        if wanted is not self._before and not self.sampler.is_plain:
+            wanted.asking = asking(wanted.sampled)
+        return sampling
 
     def _scored_rows(self, entry: Entry) -> int:
         """Rows of an entry whose next prompt token's log-probability is still wanted (row t scores token t + 1)."""

@@ -38,6 +38,7 @@ class SamplerState:
 
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
+Seats = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def mixed(z: Words) -> Words:
@@ -65,17 +66,19 @@ def draws(seeds: Words, positions: Words) -> np.ndarray[Any, np.dtype[np.float64
 class Group:
     """The rows of a step and what does not change while the same requests are sampled."""
 
-    requests: list[Request]
+    seats: Seats  # [R]: of their requests
     sampling: Sampling
-    seeds: Words  # [R]: seed and sequence, mixed
-    positions: Words  # [R]: of the token about to be sampled, within the output
+    plain: bool  # all of them are
     lasts: float  # further steps in which only the draws change
     draws: np.ndarray[Any, Any]  # [steps, R]: of the next steps
     drawn: int = 0  # of these steps
 
 
 class Sampler:
-    """Builds `Sampling` for a step's rows. `vocab` is the number of logits a row has."""
+    """Builds `Sampling` for a step's rows. `vocab` is the number of logits a row has.
+
+    What it knows of a request it keeps by its seat: a step that goes on with others looks at no request one by one.
+    """
 
     def __init__(
         self,
@@ -100,31 +103,50 @@ class Sampler:
         self._numbers = np.zeros((seats, 4))  # of each seat, as in `SamplerState`
         self._seeds = np.zeros(seats, dtype=np.uint64)
         self._plain = np.zeros(seats, dtype=np.bool_)
+        self._places = np.zeros(seats, dtype=np.uint64)  # of the token sampled next, within the output
         self._owners: list[Request | None] = [None] * seats  # whose they are
         self._counts: Tensor | None = None  # [seats, V], see `Penalties`; made when first needed
         self._counted: list[Request | None] = [None] * seats  # whose tokens each row counts
 
-    def prepare(self, requests: list[Request]) -> Sampling:
+    def seat(self, request: Request, place: int) -> None:
+        """Take note of a request before its first step in a seat, and of one that is not sampled in every step:
+        `place` is that of the token which is sampled next, within the output, from 1 on.
+        """
+        seat = request.seat
+        self._places[seat] = place
+        if self._owners[seat] is not request:
+            state = self._state(request)
+            self._numbers[seat], self._seeds[seat], self._plain[seat] = state.numbers, state.seed, state.plain
+            self._owners[seat] = request
+            self._group = None
+
+    def prepare(self, requests: list[Request], seats: Seats) -> Sampling:
         """One row a request, in order. While requests stay the same, only their draws are made and sent anew."""
         group = self._group
-        if group is not None and group.lasts > 0 and group.requests == requests and self._are_counted(group):
-            group.positions += np.uint64(1)
+        if group is not None and group.lasts > 0 and np.array_equal(group.seats, seats):
             group.lasts -= 1
         else:
-            group = self._group = self._new_group(requests)
+            group = self._group = self._new_group(requests, seats)
+        places = self._places[group.seats]
+        self._places[group.seats] += np.uint64(1)
         if not group.sampling.all_greedy:
-            uniforms = self._draws(group)
+            uniforms = self._draws(group, places)
             if self.desk is not None:
                 self.desk.lay("uniforms", uniforms)
             else:
                 group.sampling = replace(group.sampling, uniforms=self.memory.upload(torch.from_numpy(uniforms)))
         return group.sampling
 
-    def _draws(self, group: Group) -> np.ndarray[Any, Any]:
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rows of the last step prepared ask for nothing but temperatures and filters."""
+        return self._group is None or self._group.plain
+
+    def _draws(self, group: Group, places: Words) -> np.ndarray[Any, Any]:
         """In the device's type for them. What rounding would make 1 stays below it."""
         if group.drawn == len(group.draws):
             steps = np.arange(min(max(1, 2 * group.drawn), AHEAD), dtype=np.uint64)
-            group.draws, group.drawn = draws(group.seeds, group.positions + steps[:, None]), 0
+            group.draws, group.drawn = draws(self._seeds[group.seats], places + steps[:, None]), 0
             if self.draw_dtype == torch.float32:
                 below = np.nextafter(np.float32(1), np.float32(0))
                 group.draws = np.minimum(group.draws.astype(np.float32), below)
@@ -132,27 +154,14 @@ class Sampler:
         row: np.ndarray[Any, Any] = group.draws[group.drawn - 1]
         return row
 
-    def _new_group(self, requests: list[Request]) -> Group:
-        rows, positions = [], []
-        for request in requests:  # often many, at every change among them
-            if self._owners[request.seat] is not request:
-                self._seat(request)
-            rows.append(request.seat)
-            positions.append(len(request.tokens) + request.num_pending - request.num_prompt)  # `num_output`
-        seats = np.array(rows)
+    def _new_group(self, requests: list[Request], seats: Seats) -> Group:
         sampling = self._sampling(self._numbers[seats])
         lasts = math.inf
-        if not self._plain[seats].all():
+        plain = bool(self._plain[seats].all())
+        if not plain:
             sampling = self._extras(requests, sampling)
             lasts = min(map(_lasts, requests))
-        none = np.zeros((0, len(rows)))
-        return Group(requests, sampling, self._seeds[seats], np.array(positions, dtype=np.uint64), lasts, none)
-
-    def _seat(self, request: Request) -> None:
-        state = self._state(request)
-        seat = request.seat
-        self._numbers[seat], self._seeds[seat], self._plain[seat] = state.numbers, state.seed, state.plain
-        self._owners[seat] = request
+        return Group(seats, sampling, plain, lasts, np.zeros((0, len(seats))))
 
     def _sampling(self, numbers: np.ndarray[Any, Any]) -> Sampling:
         """What every row has: temperature, and the filters that any row asks for."""
@@ -260,12 +269,6 @@ class Sampler:
         row.copy_(torch.bincount(output, minlength=self.vocab))
         row[self._longs(sorted(set(request.tokens[: request.num_prompt])))] += IN_PROMPT
 
-    def _are_counted(self, group: Group) -> bool:
-        """Whether penalised requests still have the seats that their counts are in."""
-        if group.sampling.penalties is None:
-            return True
-        return all(self._counted[r.seat] is r for r in group.requests if _is_penalised(_params(r)))
-
     def _bias(self, params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor] | None:
         triples = [(row, i, value) for row, p in enumerate(params) for i, value in p.logit_bias.items()]
         if not triples:
@@ -310,7 +313,7 @@ class Sampler:
         return SamplerState(
             numbers=(p.temperature, top_k, p.top_p, p.min_p),
             seed=int(mixed_seeds([(request.seed, request.index)])[0]),
-            plain=not (_is_penalised(p) or edits or p.logprobs is not None),
+            plain=not (_is_penalised(p) or edits or p.logprobs is not None or request.search is not None),
         )
 
     def _floats(self, values: list[float] | tuple[float, ...]) -> Tensor:
