@@ -47,9 +47,10 @@ class Recorder:
 
 
 @asynccontextmanager
-async def engine(folder: Path, *script: str) -> AsyncIterator[EngineClient]:
-    """Start a scripted engine and wait until it is ready."""
-    client = EngineClient(ModelConfig(model="m"), folder, Recorder(), command=(sys.executable, FAKE, "x", *script))
+async def engine(folder: Path, *script: str, **settings: Any) -> AsyncIterator[EngineClient]:
+    """Start a scripted engine and wait until it is ready; `settings` are the model's."""
+    config = ModelConfig(model="m", **settings)
+    client = EngineClient(config, folder, Recorder(), command=(sys.executable, FAKE, "x", *script))
     await client.start()
     try:
         await client.planned
@@ -104,6 +105,22 @@ def test_m09_full_queue_refuses_and_recovers(tmp_path: Path) -> None:
             assert sum(isinstance(a, list) for a in answers) == 5
             assert [type(a) for a in answers if not isinstance(a, list)] == [Overloaded] * 5
             assert client.observer.refusals == ["queue_full"] * 5  # type: ignore[attr-defined]
+            assert len(await collect(client, request("later"))) == 5
+
+    run(test())
+
+
+def test_m09_a_queue_known_to_be_full_refuses_without_asking_the_engine(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with engine(tmp_path, "max_num_seqs=1", "max_queued=100", max_queued=1) as client:
+            async with client.submit(request("runs", 10_000)) as running:
+                await anext(running)
+                async with client.submit(request("waits", 10_000)):
+                    with pytest.raises(Overloaded, match="1 sequences wait and 1 may") as caught:
+                        client.submit(request("refused"))
+                    assert caught.value.retry_after >= 1
+                    assert client.observer.refusals == ["queue_full"]  # type: ignore[attr-defined]
+                assert client.live == 1
             assert len(await collect(client, request("later"))) == 5
 
     run(test())

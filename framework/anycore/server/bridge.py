@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import stat
@@ -23,8 +24,9 @@ import zmq
 import zmq.asyncio
 
 from anycore.config import ModelConfig
+from anycore.engine.pace import Pace
 from anycore.engine.request import NewRequest, Stats
-from anycore.errors import AnycoreError, BadRequest, ConfigError, Unavailable
+from anycore.errors import AnycoreError, BadRequest, ConfigError, Overloaded, Unavailable
 from anycore.server import wire
 from anycore.server.logs import log_crash
 from anycore.server.phases import Phase
@@ -111,6 +113,8 @@ class EngineClient:
         self._reports = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
         self._outbox: list[wire.Command] = []
         self._streams: dict[str, Stream] = {}
+        self._places = math.inf  # requests that can run or wait in it, once it has said so
+        self._pace = Pace()
         self._child: Child | None = None
         self._refusing = False  # draining: nothing new
         self._stopping = False  # its end is wanted
@@ -257,6 +261,7 @@ class EngineClient:
 
         Raises:
             Unavailable: the engine is not ready, or gone.
+            Overloaded: as many requests as can run and wait are there. It would refuse this one, but only after a step.
         """
         if self._refusing:
             raise Unavailable("the server is shutting down and takes no new requests", code="shutting_down")
@@ -264,6 +269,14 @@ class EngineClient:
             raise Unavailable(f"the model is not ready: {self.phase.value}", code=f"model_{self.phase.value}")
         if self._mark + request.id in self._streams:
             raise BadRequest(f"request id {request.id!r} is in use", param="request_id")
+        if len(self._streams) >= self._places:
+            self.observer.refused(Overloaded.code)
+            max_queued = self.config.max_queued
+            waiting = len(self._streams) - int(self._places) + max_queued
+            raise Overloaded(
+                f"the queue is full: {waiting} sequences wait and {max_queued} may; retry later or raise --max-queued",
+                retry_after=self._pace.seconds_for(waiting),
+            )
         if not self._streams:
             self.heard = time.monotonic()  # it was silent because it had nothing to do
         stream = self._streams[self._mark + request.id] = Stream(self, request)
@@ -318,6 +331,8 @@ class EngineClient:
             self.planned.set_result(report)
         elif isinstance(report, wire.Ready):
             self.card, self.stats = report.card, report.stats
+            seats = report.card.get("max_num_seqs")  # unknown of engines that hold no plan
+            self._places = seats + self.config.max_queued if seats else math.inf
             self._enter(Phase.READY)
             self.activity, self.fraction = "", 1.0
             self.observer.begin(self.card, lambda: self.stats)
@@ -360,9 +375,12 @@ class EngineClient:
             if refusal.id in self._streams:
                 error = error_of(refusal.message, refusal.code, refusal.param, refusal.kind, refusal.retry_after)
                 self._streams[refusal.id].fail(error)
+        ended = 0
         for delta in output.deltas:
+            ended += delta.finish is not None
             if delta.id in self._streams:
                 self._streams[delta.id].take(delta)
+        self._pace.step(time.monotonic(), ended, bool(self._streams))
 
 
 def own_folder(folder: Path) -> None:
