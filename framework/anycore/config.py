@@ -112,7 +112,11 @@ class ModelConfig:
         choices=("auto", "fp8", "int8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = setting(True, "share blocks of equal prefixes between requests")
-    scheduling_policy: str = setting("fcfs", "order of waiting requests", choices=("fcfs", "priority", "short-first"))
+    scheduling_policy: str = setting(
+        "fcfs",
+        "order of waiting requests; long-first, for throughput alone, spreads prompts over the steps of long answers",
+        choices=("fcfs", "priority", "short-first", "long-first"),
+    )
     fair_share: bool = setting(
         True, "API keys that wait share the engine by their weights; off: only the scheduling policy orders them"
     )

@@ -139,7 +139,7 @@ def work(draw: Callable[..., int]) -> dict[str, object]:
         ),
         "overlap": draw(st.booleans()),
         "caching": draw(st.booleans()),
-        "policy": draw(st.sampled_from(["fcfs", "priority", "short-first"])),
+        "policy": draw(st.sampled_from(["fcfs", "priority", "short-first", "long-first"])),
         "seed": draw(st.integers(0, 2**32)),
         "count": draw(st.integers(1, 14)),
     }
@@ -246,7 +246,7 @@ def test_a_prompt_that_lost_its_blocks_half_way_does_not_block_its_equals() -> N
     assert all(twin.tokens[24:] == expected_output(twin) for twin in twins)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "short-first"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "short-first", "long-first"])
 def test_nobody_starves(policy: str) -> None:
     machine = Machine(Limits(1, 16, 32, 4, 9), overlap=False, policy=policy)
     patient = sequence(0, [1] * 16, output=1)
@@ -297,3 +297,32 @@ def test_unsplit_requests_go_whole_by_length_and_in_budget() -> None:
             scheduler.remove(entry.request)
     assert sorted(seen) == sorted(r.id for r in waiting)
     assert {"0"} <= set(seen[:2])  # the first in line is in the first step
+
+
+MANY = Limits(max_num_seqs=48, max_num_batched_tokens=512, max_model_len=200, block_size=4, blocks=2400)
+
+
+def even_batch(policy: str) -> tuple[int, list[int]]:
+    """Steps that 48 requests of many lengths take, and the rows of prompts in each step that also decodes."""
+    rng = random.Random(3)
+    machine = Machine(MANY, overlap=False, policy=policy)
+    machine.scheduler.balanced_rows = 48
+    for number in range(48):
+        prompt = [rng.randrange(9) for _ in range(rng.randint(20, 100))]
+        machine.add(sequence(number, prompt, output=rng.randint(5, 100)))
+    beside = []
+    steps = 0
+    while machine.scheduler.running or machine.scheduler.waiting:
+        step = machine.step()
+        steps += 1
+        if step.decodes:
+            beside.append(sum(chunk.rows for chunk in step.chunks))
+    return steps, beside
+
+
+def test_long_first_takes_as_many_steps_of_more_even_size() -> None:
+    steps, beside = even_batch("long-first")
+    at_once, lumps = even_batch("fcfs")
+    assert steps <= at_once
+    assert max(beside) < max(lumps) / 2
+    assert sum(rows > 0 for rows in beside) > 4 * sum(rows > 0 for rows in lumps)

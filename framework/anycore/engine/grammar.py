@@ -6,6 +6,7 @@ release Python's lock. Both are limited in work, so that a hostile grammar ends 
 
 from __future__ import annotations
 
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ SECONDS = 5.0  # for compiling one, from arrival, or from when the vocabulary wa
 HEAVY = 1.0  # seconds: what takes longer to compile takes much memory, too, and is not kept for others
 LEXER_FUEL = 200_000  # work and states that llguidance may take for one grammar: less than its own limits
 LEXER_STATES = 100_000
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # that fill masks: the other cores belong to devices and clients
 MOMENT = 0.01  # seconds that an engine with nothing else to do waits before it looks for new requests
 
 
@@ -163,7 +165,7 @@ class Masks:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         if self._executor is None:
-            self._executor = LLExecutor(1)
+            self._executor = LLExecutor(THREADS)
         words = into.numpy()  # this thread may not write to a tensor that was made in inference mode
         fill_next_token_bitmask_par(self._executor, [(s.matcher, i) for i, s in enumerate(states)], words)
         for row, state in enumerate(states):

@@ -16,9 +16,10 @@ from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool, root_hash
 from anycore.engine.queue import Queue
 from anycore.engine.request import Request, Status
+from anycore.engine.spread import rows_due
 
 AGEING_TOKENS = 100
-"""short-first: a second of waiting weighs as much as this many prompt tokens, so that nobody starves."""
+"""short-first, long-first: a second of waiting weighs as much as this many tokens, so that nobody starves."""
 
 AGEING_SECONDS = 60.0
 """priority: this many seconds of waiting weigh as much as one priority level, so that nobody starves."""
@@ -32,6 +33,7 @@ POLICIES: dict[str, Policy] = {
     "fcfs": lambda request, now: (request.arrival,),
     "priority": lambda request, now: (request.new.priority + now / AGEING_SECONDS, request.arrival),
     "short-first": lambda request, now: (request.num_prompt + now * AGEING_TOKENS, request.arrival),
+    "long-first": lambda request, now: (request.num_prompt - request.max_total + now * AGEING_TOKENS, request.arrival),
 }
 """Rank of a request at arrival; smaller runs first. Ageing is linear, so the order of two requests never changes."""
 
@@ -70,13 +72,18 @@ class Step:
 class Scheduler:
     """Queues of one engine. `pool` is None for models without a KV cache, whose requests are never split.
 
-    `policy` orders the requests of one tenant, and what runs; between tenants that wait, `fair` divides.
+    `policy` orders the requests of one tenant, and what runs; between tenants that wait, `fair` divides. Under
+    long-first prompts are spread over the steps in which others decode, each of `balanced_rows` at least.
     """
 
-    def __init__(self, limits: Limits, pool: BlockPool | None, policy: str = "fcfs", fair: bool = True) -> None:
+    def __init__(
+        self, limits: Limits, pool: BlockPool | None, policy: str = "fcfs", fair: bool = True, balanced_rows: int = 64
+    ) -> None:
         self.limits = limits
         self.pool = pool
         self.policy = POLICIES[policy]
+        self.spreads = policy == "long-first"
+        self.balanced_rows = balanced_rows
         self.waiting = Queue(fair)
         self.running: list[Request] = []  # sorted by key
         self.preemptions = 0
@@ -133,6 +140,8 @@ class Scheduler:
         due = [(r, _rows_left(r)) for r in self.running if r.num_computed >= r.quiet_until]
         decodes = len(self.running) - len(due) + sum(left == 1 for _, left in due)
         budget = self.limits.max_num_batched_tokens - decodes
+        if self.spreads and decodes and len(self.waiting) <= len(self._seats):
+            budget = min(budget, max(self.balanced_rows - decodes, rows_due(self.running, self.waiting)))
         before = self.preemptions
         for request, left in due:
             if left == 0 or request.status is not Status.RUNNING:
