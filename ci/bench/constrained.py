@@ -62,8 +62,10 @@ def main() -> None:
             began = time.perf_counter()
             outputs = llm.generate(prompts, params)
             seconds = time.perf_counter() - began
+            rate = sum(len(output.token_ids) for output in outputs) / seconds
+            print(f"turn {turn}, {name}: {rate:.0f} tokens/s", flush=True)
             if turn >= 0:
-                rates[name].append(sum(len(output.token_ids) for output in outputs) / seconds)
+                rates[name].append(rate)
     ratios = [held / free for held, free in zip(rates["held"], rates["free"], strict=True)]
     for name, found in rates.items():
         print(f"{name}: {median(found):.0f} tokens/s {[round(rate) for rate in found]}")

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", metavar="FOLDER")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--workloads", default=",".join(KINDS), help="offline, parallel: which of them (default: %(default)s)")
-    parser.add_argument("--engines", help="start, parallel: which of them, by commas (default: all)")
+    parser.add_argument("--engines", help="not pooled: which of them, by commas, as turns.Worker names them")
     parser.add_argument("--share", type=float, help="of the card, for each engine (default: 0.45; pooled: 0.3)")
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--fronts", type=int, default=1, help="http: front processes of anycore")
@@ -76,7 +76,8 @@ def keep(out: Path, row: Row) -> None:
 
 
 def offline(folder: str, options: argparse.Namespace) -> Any:
-    return alternate(folder, (*PEERS["generate"], "anycore"), "generate", tuple(options.workloads.split(",")), options)
+    engines = (options.engines or "vllm,anycore").split(",")
+    return alternate(folder, tuple(engines), "generate", tuple(options.workloads.split(",")), options)
 
 
 def parallel(folder: str, options: argparse.Namespace) -> Any:
