@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import cohere
 import httpx
 import pytest
-from langchain_cohere import CohereRerank
-from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from later import Later
 
-ASKED = [SystemMessage("be short"), HumanMessage("Hi")]
+if TYPE_CHECKING:
+    import cohere
+    import langchain_cohere
+    import langchain_openai
+    from langchain_core import documents, messages
+else:
+    cohere, langchain_cohere, langchain_openai = map(Later, ("cohere", "langchain_cohere", "langchain_openai"))
+    documents, messages = Later("langchain_core.documents"), Later("langchain_core.messages")
+
+ASKED: Any = [("system", "be short"), ("human", "Hi")]
 
 
 def answer_of(api: httpx.Client, **more: Any) -> dict[str, Any]:
     """What the API says to the same conversation."""
-    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "Hi"}]
+    asked = [{"role": "system", "content": "be short"}, {"role": "user", "content": "Hi"}]
     answer = api.post(
-        "/v1/chat/completions", json={"model": "lm", "messages": messages, "temperature": 0, "max_tokens": 6, **more}
+        "/v1/chat/completions", json={"model": "lm", "messages": asked, "temperature": 0, "max_tokens": 6, **more}
     )
     found: dict[str, Any] = answer.json()
     return found
 
 
 @pytest.fixture(scope="module")
-def chat(api: httpx.Client) -> ChatOpenAI:
-    return ChatOpenAI(
+def chat(api: httpx.Client) -> langchain_openai.ChatOpenAI:
+    return langchain_openai.ChatOpenAI(
         model="lm",
         base_url=f"{api.base_url}/v1",
         api_key="none",  # type: ignore[arg-type]
@@ -38,19 +43,19 @@ def chat(api: httpx.Client) -> ChatOpenAI:
     )
 
 
-def test_chat_invoke(api: httpx.Client, chat: ChatOpenAI) -> None:
+def test_chat_invoke(api: httpx.Client, chat: langchain_openai.ChatOpenAI) -> None:
     expected = answer_of(api)
     said = chat.invoke(ASKED)
     assert said.content == expected["choices"][0]["message"]["content"]
     assert said.response_metadata["finish_reason"] == "length"
     assert said.response_metadata["model_name"] == "lm"
-    assert isinstance(said, AIMessage)
+    assert isinstance(said, messages.AIMessage)
     assert said.usage_metadata is not None
     assert said.usage_metadata["input_tokens"] == expected["usage"]["prompt_tokens"]
     assert said.usage_metadata["output_tokens"] == 6
 
 
-def test_chat_stream_with_usage(api: httpx.Client, chat: ChatOpenAI) -> None:
+def test_chat_stream_with_usage(api: httpx.Client, chat: langchain_openai.ChatOpenAI) -> None:
     pieces = list(chat.stream(ASKED, stream_usage=True))
     assert len(pieces) > 2
     whole = pieces[0]
@@ -61,7 +66,7 @@ def test_chat_stream_with_usage(api: httpx.Client, chat: ChatOpenAI) -> None:
     assert whole.usage_metadata["output_tokens"] == 6
 
 
-def test_chat_batch_and_async(api: httpx.Client, chat: ChatOpenAI) -> None:
+def test_chat_batch_and_async(api: httpx.Client, chat: langchain_openai.ChatOpenAI) -> None:
     expected = answer_of(api)["choices"][0]["message"]["content"]
     assert [said.content for said in chat.batch([ASKED] * 4)] == [expected] * 4
 
@@ -71,7 +76,7 @@ def test_chat_batch_and_async(api: httpx.Client, chat: ChatOpenAI) -> None:
     assert "".join(asyncio.run(ask())) == expected
 
 
-def test_chat_options_and_logprobs(api: httpx.Client, chat: ChatOpenAI) -> None:
+def test_chat_options_and_logprobs(api: httpx.Client, chat: langchain_openai.ChatOpenAI) -> None:
     said = chat.bind(logprobs=True, top_logprobs=2, stop=["zzz"], seed=1, n=1).invoke(ASKED)
     expected = answer_of(api, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     assert [token["token"] for token in said.response_metadata["logprobs"]["content"]] == [
@@ -79,14 +84,14 @@ def test_chat_options_and_logprobs(api: httpx.Client, chat: ChatOpenAI) -> None:
     ]
 
 
-def test_an_error_of_the_server_is_raised_as_openai_s(chat: ChatOpenAI) -> None:
+def test_an_error_of_the_server_is_raised_as_openai_s(chat: langchain_openai.ChatOpenAI) -> None:
     with pytest.raises(Exception, match="temperature") as raised:
         chat.bind(temperature=9).invoke(ASKED)
     assert raised.value.status_code == 400  # type: ignore[attr-defined]
 
 
 def test_completion(api: httpx.Client) -> None:
-    language_model = OpenAI(
+    language_model = langchain_openai.OpenAI(
         model="lm",
         base_url=f"{api.base_url}/v1",
         api_key="none",  # type: ignore[arg-type]
@@ -105,7 +110,7 @@ def vectors_of(api: httpx.Client, inputs: Any) -> list[list[float]]:
 
 
 def test_e09_embeddings_as_texts(api: httpx.Client) -> None:
-    embedder = OpenAIEmbeddings(
+    embedder = langchain_openai.OpenAIEmbeddings(
         model="bert",
         base_url=f"{api.base_url}/v1",
         api_key="none",  # type: ignore[arg-type]
@@ -119,7 +124,7 @@ def test_e09_embeddings_as_texts(api: httpx.Client) -> None:
 
 def test_e09_embeddings_as_token_arrays(api: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default it sends ids of a tokenizer of its own, cut to chunks, and averages what comes back."""
-    embedder = OpenAIEmbeddings(
+    embedder = langchain_openai.OpenAIEmbeddings(
         model="bert",
         base_url=f"{api.base_url}/v1",
         api_key="none",  # type: ignore[arg-type]
@@ -141,18 +146,18 @@ DOCUMENTS = ["Paris is the capital", "a fox", "the river bank"]
 
 def test_r_langchain_cohere_rerank(api: httpx.Client) -> None:
     client = cohere.ClientV2(api_key="none", base_url=str(api.base_url))
-    ranker = CohereRerank(client=client, model="ce", top_n=2)
+    ranker = langchain_cohere.CohereRerank(client=client, model="ce", top_n=2)
     expected = api.post("/v2/rerank", json={"model": "ce", "query": "a river", "documents": DOCUMENTS}).json()
-    found = ranker.compress_documents([Document(text) for text in DOCUMENTS], "a river")
+    found = ranker.compress_documents([documents.Document(text) for text in DOCUMENTS], "a river")
     assert [document.page_content for document in found] == [
         DOCUMENTS[result["index"]] for result in expected["results"][:2]
     ]
     assert found[0].metadata["relevance_score"] == pytest.approx(expected["results"][0]["relevance_score"])
 
 
-@pytest.mark.parametrize("make", [cohere.Client, cohere.ClientV2])
-def test_r_cohere_s_client(api: httpx.Client, make: Any) -> None:
-    client = make(api_key="none", base_url=str(api.base_url))
+@pytest.mark.parametrize("kind", ["Client", "ClientV2"])
+def test_r_cohere_s_client(api: httpx.Client, kind: str) -> None:
+    client = getattr(cohere, kind)(api_key="none", base_url=str(api.base_url))
     found = client.rerank(model="ce", query="a river", documents=DOCUMENTS, top_n=2)
     expected = api.post("/v1/rerank", json={"model": "ce", "query": "a river", "documents": DOCUMENTS}).json()
     assert [result.index for result in found.results] == [result["index"] for result in expected["results"][:2]]

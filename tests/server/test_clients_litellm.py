@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from later import Later
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else its import asks the network for prices
 
-import litellm
+if TYPE_CHECKING:
+    import litellm
+else:
+    litellm = Later("litellm")
 
 HI = [{"role": "user", "content": "Hi"}]
 DOCUMENTS = ["Paris is the capital", "a fox", "the river bank"]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import openai
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from later import Later
 from server.conftest import SAID
 from server.test_tools import SEARCH
+
+if TYPE_CHECKING:
+    import langchain_openai
+    from langchain_core import messages, tools
+else:
+    langchain_openai, tools = Later("langchain_openai"), Later("langchain_core.tools")
+    messages = Later("langchain_core.messages")
 
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "щ", "limit": 2}}</tool_call>'
 
 
-@tool
 def search(query: str, limit: int) -> str:
     """Search the web."""
     return f"{limit} results for {query}"
@@ -26,10 +30,10 @@ def search(query: str, limit: int) -> str:
 def test_the_official_client_puts_a_stream_together(tools_echo: httpx.Client) -> None:
     client = openai.OpenAI(base_url=f"{tools_echo.base_url}/v1", api_key="none", max_retries=0)
     asked: Any = [{"role": "user", "content": f"<think>Hm.</think>Well. {CALL}{CALL}"}]
-    tools: Any = [{**SEARCH, "function": {**SEARCH["function"], "strict": False}}]  # type: ignore[dict-item]
-    whole = client.chat.completions.create(model="say", messages=asked, tools=tools).choices[0]
+    offered: Any = [{**SEARCH, "function": {**SEARCH["function"], "strict": False}}]  # type: ignore[dict-item]
+    whole = client.chat.completions.create(model="say", messages=asked, tools=offered).choices[0]
     with client.chat.completions.stream(
-        model="say", messages=asked, tools=tools, extra_body={"cache_salt": "tokens=3"}
+        model="say", messages=asked, tools=offered, extra_body={"cache_salt": "tokens=3"}
     ) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion().choices[0]
@@ -45,16 +49,17 @@ def test_the_official_client_puts_a_stream_together(tools_echo: httpx.Client) ->
 def test_a_langchain_loop_calls_and_goes_on(tools_echo: httpx.Client, streaming: bool) -> None:
     """The model says its last message: a call, then what the tool returned."""
     assert "messages[-1]" in SAID
-    model = ChatOpenAI(
+    found = tools.tool(search)
+    model = langchain_openai.ChatOpenAI(
         base_url=f"{tools_echo.base_url}/v1", api_key="none", model="say", streaming=streaming, max_retries=0
-    ).bind_tools([search])
-    messages: list[Any] = [HumanMessage(CALL)]
-    first = model.invoke(messages)
-    assert isinstance(first, AIMessage)
+    ).bind_tools([found])
+    said: list[Any] = [messages.HumanMessage(CALL)]
+    first = model.invoke(said)
+    assert isinstance(first, messages.AIMessage)
     assert [(call["name"], call["args"]) for call in first.tool_calls] == [("search", {"query": "щ", "limit": 2})]
-    messages.append(first)
+    said.append(first)
     for call in first.tool_calls:
-        messages.append(ToolMessage(search.invoke(call["args"]), tool_call_id=call["id"]))
-    last = model.invoke(messages)
+        said.append(messages.ToolMessage(found.invoke(call["args"]), tool_call_id=call["id"]))
+    last = model.invoke(said)
     assert last.content == "2 results for щ"
     assert not last.tool_calls
