@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Kernels are interpreted where there is no GPU; triton reads this when it is first imported.
@@ -16,6 +17,17 @@ import tiny
 
 # Another interpreter's: ci/ascend_suite.py runs them.
 collect_ignore = [] if "STANDIN_SOC" in os.environ else ["ascend"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What files import while they are collected stays: the garbage collector need not pass over it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
