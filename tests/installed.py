@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 ECHO = ROOT / "plugins" / "anycore-echo"
 ONNX = ROOT / "plugins" / "anycore-onnx"
 REQUEST_LOG = ROOT / "plugins" / "anycore-request-log"
+KIT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""For processes that run the kit: it needs no plugin of pytest's, and other packages' take seconds to import."""
 
 
 def install(folder: Path, name: str, version: str, entry: str, module: str, code: str | None = None) -> Path:
@@ -46,6 +48,6 @@ def anycore(
     """Run the command line in a new process, with the plugins in `path` on its path."""
     folders = [str(folder) for folder in (path, ECHO, ONNX, REQUEST_LOG) if folder is not None]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ANYCORE_")}
-    environment |= {"PYTHONPATH": os.pathsep.join(folders), **(env or {})}
+    environment |= {"PYTHONPATH": os.pathsep.join(folders), **KIT, **(env or {})}
     command = [sys.executable, "-m", "anycore.cli.main", *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)

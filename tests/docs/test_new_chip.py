@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from docs.pages import ROOT, blocks
-from installed import install, own_cache
+from installed import KIT, install, own_cache
 
 PAGE = ROOT / "docs" / "new-chip.md"
 
@@ -37,6 +37,7 @@ class Reader:
             "PYTHONDONTWRITEBYTECODE": "1",  # a file is changed within a second
             "ANYCORE_CACHE": str(self.cache),
             "OMP_NUM_THREADS": "1",
+            **KIT,
         }
         done = subprocess.run(
             command,
