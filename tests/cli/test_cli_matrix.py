@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,21 @@ from anycore.contract.declare import CONTRACT_VERSION
 VERSION = ".".join(map(str, CONTRACT_VERSION))
 
 
-def matrix(path: Path, script: dict[str, Any] | None = None) -> dict[str, Any]:
-    done = anycore("matrix", "--json", path=path, env={"ANYCORE_ECHO": json.dumps(script or {})})
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def with_echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+    """What a command prints where the echo backend is installed and plays a script."""
+    monkeypatch.syspath_prepend(tmp_path)
+    install_echo(tmp_path)
+
+    def said(*words: str, **script: Any) -> str:
+        monkeypatch.setenv("ANYCORE_ECHO", json.dumps(script))
+        assert main(list(words)) == 0
+        return capsys.readouterr().out
+
+    return said
 
 
 def test_json_holds_every_row_as_declared(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +50,11 @@ def test_json_holds_every_row_as_declared(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_plugin_of_another_distribution_is_shown_with_its_devices(tmp_path: Path) -> None:
-    report = matrix(install_echo(tmp_path), {"devices": 2, "chip": "80"})
+    """In a process of its own, as users start it."""
+    script = {"ANYCORE_ECHO": '{"devices": 2, "chip": "80"}'}
+    done = anycore("matrix", "--json", path=install_echo(tmp_path), env=script)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     echo = next(backend for backend in report["backends"] if backend["name"] == "echo")
     assert echo["distribution"] == "anycore-echo 0.1.0"
     assert [device["chip"] for device in echo["probe"]["devices"]] == ["80", "80"]
@@ -56,28 +71,24 @@ def test_a_plugin_of_another_distribution_is_shown_with_its_devices(tmp_path: Pa
     ],
 )
 def test_h01_an_absent_device_is_shown_with_reason_and_next_step(
-    tmp_path: Path, script: dict[str, Any], reason: str, advice: str
+    with_echo: Said, script: dict[str, Any], reason: str, advice: str
 ) -> None:
-    install_echo(tmp_path)
     for command in ("matrix", "doctor"):
-        done = anycore(command, path=tmp_path, env={"ANYCORE_ECHO": json.dumps(script)})
-        (line,) = [line for line in done.stdout.splitlines() if "no device" in line and "echo" in line]
+        lines = with_echo(command, **script).splitlines()
+        (line,) = [line for line in lines if "no device" in line and "echo" in line]
         assert "echo (anycore-echo 0.1.0)" in line
         assert reason in line
         assert advice in line
 
 
-def test_h03_a_plugin_of_another_contract_is_shown(tmp_path: Path) -> None:
-    install_echo(tmp_path)
+def test_h03_a_plugin_of_another_contract_is_shown(with_echo: Said) -> None:
     for command in ("matrix", "doctor"):
-        done = anycore(command, path=tmp_path, env={"ANYCORE_ECHO": '{"api": [2, 0]}'})
-        assert f"plugin echo (anycore-echo 0.1.0): needs contract 2.0, this is {VERSION}." in done.stdout
-        assert done.returncode == 0, done.stderr
+        told = f"plugin echo (anycore-echo 0.1.0): needs contract 2.0, this is {VERSION}."
+        assert told in with_echo(command, api=[2, 0])
 
 
-def test_h03_doctor_gives_all_versions_as_json(tmp_path: Path) -> None:
-    done = anycore("doctor", "--json", path=install_echo(tmp_path), env={"ANYCORE_ECHO": '{"driver": "11.4"}'})
-    report = json.loads(done.stdout)
+def test_h03_doctor_gives_all_versions_as_json(with_echo: Said) -> None:
+    report = json.loads(with_echo("doctor", "--json", driver="11.4"))
     assert report["contract"] == list(CONTRACT_VERSION)
     assert report["packages"].keys() >= {"torch", "transformers", "fastapi", "pluggy"}
     assert "ruff" not in report["packages"]
@@ -94,10 +105,10 @@ def test_a_hanging_plugin_does_not_stop_the_matrix(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
-def test_a_script_that_is_wrong_is_this_plugins_failure(tmp_path: Path) -> None:
-    done = anycore("matrix", path=install_echo(tmp_path), env={"ANYCORE_ECHO": '{"devicez": 2}'})
-    assert "plugin echo (anycore-echo 0.1.0): TypeError:" in done.stdout
-    assert "devicez" in done.stdout
+def test_a_script_that_is_wrong_is_this_plugins_failure(with_echo: Said) -> None:
+    told = with_echo("matrix", devicez=2)
+    assert "plugin echo (anycore-echo 0.1.0): TypeError:" in told
+    assert "devicez" in told
 
 
 REPORT: dict[str, Any] = {
@@ -171,13 +182,18 @@ def test_the_table_of_a_terminal_says_the_same(capsys: pytest.CaptureFixture[str
         assert words in text
 
 
-def test_o06_doctor_masks_secrets(tmp_path: Path) -> None:
+def test_o06_doctor_masks_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     secrets = {"ANYCORE_API_KEY": "sk-marker", "HF_TOKEN": "hf-marker", "ANYCORE_CACHE": str(tmp_path)}
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
     for words in (["doctor"], ["doctor", "--json"]):
-        done = anycore(*words, env=secrets)
-        assert "marker" not in done.stdout + done.stderr
-        assert "***" in done.stdout
-        assert str(tmp_path) in done.stdout
+        assert main(words) == 0
+        said = capfd.readouterr()
+        assert "marker" not in said.out + said.err
+        assert "***" in said.out
+        assert str(tmp_path) in said.out
 
 
 def test_doctor_shows_every_variable_that_is_read(capsys: pytest.CaptureFixture[str]) -> None:
