@@ -110,16 +110,6 @@ def test_xlmr_reranks_as_on_the_cpu(t_ce_xlmr: Path) -> None:
     check_scores(t_ce_xlmr, 64)
 
 
-@pytest.mark.slow
-def test_xlmr_embeds_as_on_the_cpu(t_xlmr: Path) -> None:
-    check_vectors(t_xlmr, 64)
-
-
-@pytest.mark.slow
-def test_bert_reranks_as_on_the_cpu(t_ce: Path) -> None:
-    check_scores(t_ce, 128)
-
-
 def test_batch_mates_move_nothing(t_bert: Path, traced: Traced) -> None:
     inputs = texts(128, 5)
     together = answers("onnx", t_bert, Task.EMBED, inputs)
