@@ -16,7 +16,7 @@ from anycore_cpu.kernels import build
 from anycore_cpu.probe import processor_flags
 
 CHECKS = Path(__file__).parents[2] / "ci" / "cpu"
-FUZZ_SECONDS = os.environ.get("ANYCORE_FUZZ_SECONDS", "10")
+FUZZ_SECONDS = os.environ.get("ANYCORE_FUZZ_SECONDS", "4")
 
 
 def programs(folder: Path, level: str, *flags: str) -> Path:

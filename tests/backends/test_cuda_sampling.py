@@ -57,9 +57,19 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("capacity", [kernels.CAPACITY, 16])  # fits into registers at once, or after several passes
+CAPACITIES = (kernels.CAPACITY, 16)
+"""What stays fits into registers at once, or after several passes. In turn: filters and shapes meet both."""
+
+
+@pytest.mark.parametrize(
+    ("filters", "shape", "capacity"),
+    [
+        (filters, shape, CAPACITIES[(row + column) % 2])
+        for row, filters in enumerate(FILTERS)
+        for column, shape in enumerate(SHAPES)
+    ],
+    ids=str,
+)
 def test_what_stays_is_what_the_definition_keeps(
     filters: tuple[int | None, float | None, float | None],
     shape: str,

@@ -25,7 +25,7 @@ from faults import clients
 from faults.kinds import FAULTS, Place
 from faults.measure import exercise
 
-KILLS = 5
+KILLS = 3
 
 
 @pytest.fixture(scope="module")
