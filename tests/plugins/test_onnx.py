@@ -26,6 +26,7 @@ from engines import LOADED, Output, finish, request  # noqa: E402
 from anycore.config import ModelConfig  # noqa: E402
 from anycore.contract.backend import ModelFiles  # noqa: E402
 from anycore.contract.declare import Task  # noqa: E402
+from anycore.engine.engine import Engine  # noqa: E402
 from anycore.engine.launch import build, prepare  # noqa: E402
 from anycore.errors import AnycoreError, ConfigError, PluginError, Unsupported  # noqa: E402
 
@@ -62,12 +63,19 @@ def texts(longest: int, count: int = 9) -> list[list[int]]:
     return [[chosen.randrange(5, 40) for _ in range(length)] for length in lengths]
 
 
-def answers(backend: str, folder: Path, task: Task, inputs: list[list[int]], **own: Any) -> list[Output]:
+def opened(backend: str, folder: Path, task: Task) -> Engine:
     settings = {"model": str(folder), "backend": backend, "task": task.value, "dtype": "float32"}
-    made = build(prepare(ModelConfig(**settings), WITH_ONNX))
+    return build(prepare(ModelConfig(**settings), WITH_ONNX))
+
+
+def answers(backend: str, folder: Path, task: Task, inputs: list[list[int]], **own: Any) -> list[Output]:
+    return asked(opened(backend, folder, task), inputs, **own)
+
+
+def asked(made: Engine, inputs: list[list[int]], **own: Any) -> list[Output]:
     for number, tokens in enumerate(inputs):
         further = {name: value[number] for name, value in own.items()}
-        made.add(request(str(number), tokens, task, **further))
+        made.add(request(str(number), tokens, made.task, **further))
     found = finish(made)
     return [found[str(number), 0] for number in range(len(inputs))]
 
@@ -112,9 +120,10 @@ def test_xlmr_reranks_as_on_the_cpu(t_ce_xlmr: Path) -> None:
 
 def test_batch_mates_move_nothing(t_bert: Path, traced: Traced) -> None:
     inputs = texts(128, 5)
-    together = answers("onnx", t_bert, Task.EMBED, inputs)
+    made = opened("onnx", t_bert, Task.EMBED)
+    together = asked(made, inputs)
     for tokens, found in zip(inputs, together, strict=True):
-        (alone,) = answers("onnx", t_bert, Task.EMBED, [tokens])
+        (alone,) = asked(made, [tokens])
         assert alone.vector is not None
         assert found.vector is not None
         assert float(np.abs(alone.vector - found.vector).max()) < CLOSE
