@@ -80,6 +80,23 @@ def test_company_chunks_and_preemption_change_nothing(llm: LLM, tmp_path: Path) 
     assert small.engine.scheduler.preemptions > 0
 
 
+def test_the_device_does_not_wait_for_masks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward pass is under way when the host learns what the last one brought; only sampling waits."""
+    monkeypatch.setattr(llm.engine.runner.backend, "overlap", True)
+    form = grammar.regex("[a-z]{12}")
+    for end in (12, 40):  # by the limit, and by the grammar while one step too many is under way
+        params = SamplingParams(temperature=1, seed=5, max_tokens=end, grammar=form)
+        before = llm.engine.stats().steps
+        text, _ = text_of(llm, form, temperature=1, seed=5, max_tokens=end)
+        assert re.fullmatch("[a-z]{1,12}", text)
+        taken = llm.engine.stats().steps - before
+        tokens = len(llm.generate("Say", params)[0].token_ids)
+        assert taken <= tokens + 2
+    pool = llm.engine.pool
+    assert pool is not None
+    assert pool.free == pool.size
+
+
 def test_sequences_of_one_request_go_their_own_ways(llm: LLM) -> None:
     form = grammar.regex("[a-z]{12}")
     output = llm.generate("Say", SamplingParams(n=3, temperature=1, seed=5, max_tokens=50, grammar=form))[0]

@@ -156,7 +156,7 @@ class Engine:
             self._take_read(self.texts)
         deltas, self._early = self._early, []
         step = self.scheduler.schedule()
-        launched = self.runner.launch(step) if step.rows else None
+        launched = self.runner.launch(step, self._catch_up) if step.rows else None
         if launched is not None:
             self._stats.steps += 1
             self._stats.step_tokens.add(step.rows, STEP_TOKENS)
@@ -169,6 +169,8 @@ class Engine:
             launched, self._in_flight = self._in_flight, launched
         if launched is not None:
             deltas += self._commit(launched)
+        elif self._early:  # the step before was taken while this one was launched
+            deltas, self._early = deltas + self._early, []
         self._pace.step(self._clock(), self._stats.finished - ended, self.has_work())
         return deltas
 
@@ -255,7 +257,7 @@ class Engine:
             request.stop_ids = request.eos_ids if not new.sampling.ignore_eos else frozenset()
             request.stop_ids |= frozenset(new.sampling.stop_token_ids)
             request.seed = self._seed_of(new.sampling)
-            request.needs_host = bool(new.sampling.bad_words_ids or new.sampling.grammar)
+            request.needs_host = bool(new.sampling.bad_words_ids)
         return request
 
     def _deadline_of(self, new: NewRequest, now: float) -> float:
@@ -337,6 +339,12 @@ class Engine:
             if request.status is not Status.FINISHED:
                 deltas.append(self._pooled(request, vector) if finite else self._fail(request, _not_finite(request)))
         return deltas
+
+    def _catch_up(self) -> None:
+        """Take the results of the step in flight while the next one is being launched: grammars go on from there."""
+        if self._in_flight is not None:
+            launched, self._in_flight = self._in_flight, None
+            self._early += self._commit(launched)
 
     def _generated(self, results: Results) -> list[Delta]:
         """Append the sampled tokens and say which were the last. This loop runs for every token: it stays short."""

@@ -6,6 +6,7 @@ takes its id from the samples of the step before, on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -87,6 +88,10 @@ class Results:
     pooled: list[tuple[Request, Vector, bool]] = field(default_factory=list)  # vector or labels' logits, all finite
 
 
+def nothing() -> None:
+    """Where no step is under way there is nothing to catch up on."""
+
+
 class Runner:
     """Owns the model and the KV cache of one engine. `kv` is None for models without one."""
 
@@ -104,11 +109,17 @@ class Runner:
         )
         self.builder = BatchBuilder(model.spec, backend.memory, limits, kv, desk)
         self._before: Wanted | None = None  # of the step before
+        self._catch_up: Callable[[], None] = nothing
         self.padding = 0  # rows that steps computed for nothing
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Launched:
-        """Build the batch and hand it to the device."""
+    def launch(self, step: Step, catch_up: Callable[[], None] = nothing) -> Launched:
+        """Build the batch and hand it to the device.
+
+        `catch_up` is called at most once, between the forward pass and sampling, where what may be sampled depends on
+        tokens of the step before. It takes them, and may end requests.
+        """
+        self._catch_up = catch_up
         before = self._before
         goes_on = before is not None and before.only_sampled and not step.chunks and before.sampled == step.decodes
         if goes_on and before is not None:
@@ -165,7 +176,7 @@ class Runner:
 
     def _sample(self, rows: Tensor, sampling: Sampling) -> Samples:
         logits = self.model.logits(rows)
-        self.sampler.settle()
+        self.sampler.settle(self._catch_up)
         return self.backend.ops.sample(logits, sampling)
 
     # --- building -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Every draw is a function of (seed, sequence, position) alone, so batch mates, ch
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,6 +72,7 @@ class Group:
     plain: bool  # all of them are
     lasts: float  # further steps in which only the draws change
     draws: np.ndarray[Any, Any]  # [steps, R]: of the next steps
+    held: list[Request]  # those that keep to a grammar, whose masks change with every step
     drawn: int = 0  # of these steps
 
 
@@ -100,6 +102,7 @@ class Sampler:
         self._group: Group | None = None
         self._masks = Masks(vocab)
         self._filling: tuple[Future[None], Tensor, Tensor] | None = None  # masks under way, on the host, their place
+        self._behind: Group | None = None  # whose masks depend on tokens that the host has not seen yet
         self._numbers = np.zeros((seats, 4))  # of each seat, as in `SamplerState`
         self._seeds = np.zeros(seats, dtype=np.uint64)
         self._plain = np.zeros(seats, dtype=np.bool_)
@@ -127,6 +130,10 @@ class Sampler:
             group.lasts -= 1
         else:
             group = self._group = self._new_group(requests, seats)
+        if group.held and any(request.num_pending > 1 for request in group.held):
+            self._behind = group
+        elif group.held:
+            self._fill(group)
         places = self._places[group.seats]
         self._places[group.seats] += np.uint64(1)
         if not group.sampling.all_greedy:
@@ -158,10 +165,12 @@ class Sampler:
         sampling = self._sampling(self._numbers[seats])
         lasts = math.inf
         plain = bool(self._plain[seats].all())
+        held: list[Request] = []
         if not plain:
             sampling = self._extras(requests, sampling)
             lasts = min(map(_lasts, requests))
-        return Group(seats, sampling, plain, lasts, np.zeros((0, len(seats))))
+            held = [request for request in requests if request.grammar is not None]
+        return Group(seats, sampling, plain, lasts, np.zeros((0, len(seats))), held)
 
     def _sampling(self, numbers: np.ndarray[Any, Any]) -> Sampling:
         """What every row has: temperature, and the filters that any row asks for."""
@@ -215,18 +224,29 @@ class Sampler:
         )
 
     def _masked(self, requests: list[Request]) -> tuple[Tensor, Tensor] | None:
-        """Begin to fill the masks of rows that keep to a grammar; `settle` waits for them."""
+        """Room for the masks of rows that keep to a grammar."""
         rows = [row for row, request in enumerate(requests) if request.grammar is not None]
         if not rows:
             return None
-        states = [request.grammar for request in requests if request.grammar is not None]
-        host = torch.empty(len(rows), self._masks.words, dtype=torch.int32)
-        words = torch.empty_like(host, device=self.device)
-        self._filling = self._masks.start(states, host), host, words
-        return self._longs(rows), words
+        return self._longs(rows), torch.empty(len(rows), self._masks.words, dtype=torch.int32, device=self.device)
 
-    def settle(self) -> None:
-        """Make sure that the masks of the step under way are where its sampling looks for them. Call it in between."""
+    def _fill(self, group: Group) -> None:
+        """Begin to fill masks; `settle` waits for them."""
+        assert group.sampling.masked is not None
+        states = [request.grammar for request in group.held if request.grammar is not None]
+        words = group.sampling.masked[1]
+        host = torch.empty(words.shape, dtype=torch.int32)
+        self._filling = self._masks.start(states, host), host, words
+
+    def settle(self, catch_up: Callable[[], None]) -> None:
+        """Make sure that the masks of the step under way are where its sampling looks for them. Call it in between.
+
+        `catch_up` takes the tokens of the step before, where masks depend on them: the device computes meanwhile.
+        """
+        if self._behind is not None:
+            group, self._behind = self._behind, None
+            catch_up()
+            self._fill(group)
         if self._filling is not None:
             (filled, host, words), self._filling = self._filling, None
             filled.result()
@@ -335,10 +355,10 @@ def _is_penalised(p: SamplingParams) -> bool:
 def _lasts(request: Request) -> float:
     """For how many further steps the request's bans stay what they are, which is up to its least tokens.
 
-    Those that depend on its last tokens, as words and grammars do, change with every step.
+    Those that depend on its last tokens, as words do, change with every step.
     """
     p = _params(request)
-    if p.bad_words_ids or p.grammar:
+    if p.bad_words_ids:
         return 0
     return p.min_tokens - request.num_output if p.min_tokens >= request.num_output else math.inf
 
