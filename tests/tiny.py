@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -77,7 +81,28 @@ DECODERS = {
     "gemma3": Gemma3TextConfig,
 }
 
+P = ParamSpec("P")
 
+
+def kept(make: Callable[Concatenate[Path | str, P], Path]) -> Callable[Concatenate[Path | str, P], Path]:
+    """Let a process make a folder once and copy it from then on; what is drawn by chance afterwards is the same."""
+    made: dict[str, tuple[TemporaryDirectory[str], torch.Tensor]] = {}
+
+    @wraps(make)
+    def copied(folder: Path | str, *args: P.args, **named: P.kwargs) -> Path:
+        key = repr((args, sorted(named.items())))
+        if key not in made:
+            first = TemporaryDirectory(prefix="tiny-")
+            make(first.name, *args, **named)
+            made[key] = first, torch.get_rng_state()
+        kept_folder, chance = made[key]
+        torch.set_rng_state(chance)
+        return Path(shutil.copytree(kept_folder.name, folder, copy_function=shutil.copy, dirs_exist_ok=True))
+
+    return copied
+
+
+@kept
 def tiny_lm(
     folder: Path | str,
     *,
@@ -117,6 +142,7 @@ def tiny_lm(
     return folder
 
 
+@kept
 def tiny_embedder(folder: Path | str, *, seed: int = 1, max_positions: int = 512, prompts: bool = True) -> Path:
     """T-QEMB: a causal Qwen3 embedder with the files of Qwen3-Embedding: last-token pooling, EOS appended.
 
@@ -134,6 +160,7 @@ def tiny_embedder(folder: Path | str, *, seed: int = 1, max_positions: int = 512
     return folder
 
 
+@kept
 def tiny_reranker(folder: Path | str, *, tied: bool = False, seed: int = 2, max_positions: int = 512) -> Path:
     """T-QRR: a causal Qwen3 that answers yes or no, with the metadata that sentence-transformers writes for it.
 
@@ -155,6 +182,7 @@ def tiny_reranker(folder: Path | str, *, tied: bool = False, seed: int = 2, max_
     return folder
 
 
+@kept
 def tiny_bert(
     folder: Path | str,
     pooling: str = "mean",
@@ -175,6 +203,7 @@ def tiny_bert(
     return folder
 
 
+@kept
 def tiny_xlmr(folder: Path | str, pooling: str = "cls", layout: str | None = "old", *, seed: int = 4) -> Path:
     """T-XLMR: a random XLM-RoBERTa: padding_idx 1, 66 position rows, so 64 tokens at most."""
     folder = Path(folder)
@@ -185,6 +214,7 @@ def tiny_xlmr(folder: Path | str, pooling: str = "cls", layout: str | None = "ol
     return folder
 
 
+@kept
 def tiny_cross_encoder(folder: Path | str, kind: str = "bert", *, labels: int = 1, seed: int = 5) -> Path:
     """T-CE: a sequence-classification head on T-BERT or T-XLMR (`kind` "bert" or "xlmr")."""
     folder = Path(folder)
