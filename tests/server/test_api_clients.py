@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from later import Later
 from server.harness import Live
 
 if TYPE_CHECKING:
+    import openai
     import schemathesis
     from schemathesis.specs.openapi import checks
 else:
-    schemathesis, checks = Later("schemathesis"), Later("schemathesis.specs.openapi.checks")
+    openai, schemathesis = Later("openai"), Later("schemathesis")
+    checks = Later("schemathesis.specs.openapi.checks")
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 

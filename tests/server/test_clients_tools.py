@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
 from later import Later
 from server.conftest import SAID
@@ -14,10 +13,11 @@ from server.test_tools import SEARCH
 
 if TYPE_CHECKING:
     import langchain_openai
+    import openai
     from langchain_core import messages, tools
 else:
-    langchain_openai, tools = Later("langchain_openai"), Later("langchain_core.tools")
-    messages = Later("langchain_core.messages")
+    langchain_openai, openai = Later("langchain_openai"), Later("openai")
+    messages, tools = Later("langchain_core.messages"), Later("langchain_core.tools")
 
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "щ", "limit": 2}}</tool_call>'
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
+from later import Later
 from server.answers import ok
 from server.conftest import served
 from server.harness import serve_here
 from server.test_responses import CALL, named_events
 from server.test_tools import SEARCH
+
+if TYPE_CHECKING:
+    import anthropic
+else:
+    anthropic = Later("anthropic")
 
 FUNCTION: dict[str, Any] = SEARCH["function"]  # type: ignore[assignment]
 TOOL = {"name": "search", "description": "Search", "input_schema": FUNCTION["parameters"]}

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 import pytest
+from later import Later
 from server.answers import error_of, ok
 from server.test_tools import CLOCK, SEARCH
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = Later("openai")
 
 TOOL = {"type": "function", **SEARCH["function"]}  # type: ignore[dict-item]
 CALL = '<tool_call>{"name": "search", "arguments": {"query": "a", "limit": 1}}</tool_call>'
