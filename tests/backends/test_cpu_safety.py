@@ -19,13 +19,16 @@ CHECKS = Path(__file__).parents[2] / "ci" / "cpu"
 FUZZ_SECONDS = os.environ.get("ANYCORE_FUZZ_SECONDS", "4")
 
 
-def programs(folder: Path, level: str, *flags: str) -> Path:
-    """Compile `selftest` and `fuzz_attention` with a level's kernels in them; skips where this cannot be done."""
+PROGRAMS = ("selftest", "fuzz_attention")
+
+
+def programs(folder: Path, level: str, *flags: str, names: tuple[str, ...] = PROGRAMS) -> Path:
+    """Compile programs with a level's kernels in them; skips where this cannot be done."""
     chosen = next(one for one in build.LEVELS if one.name == level)
     using = build.compiler()
     if using is None or using.zig:
         pytest.skip("needs the system's C++ compiler")
-    command = (*using.program, "-std=c++17", "-pthread", "-g", *chosen.arguments(zig=False), *flags)
+    command = (*using.program, "-std=c++17", "-pthread", "-g1", *chosen.arguments(zig=False), *flags)
     empty = folder / "empty.cpp"
     empty.write_text("int main() {}\n")
     try:
@@ -39,18 +42,12 @@ def programs(folder: Path, level: str, *flags: str) -> Path:
         build.run(*command, f"-I{build.HERE}", f"-I{CHECKS}", "-c", str(source), "-o", made)
         return made
 
+    shared = [path for path in CHECKS.glob("*.cpp") if path.stem not in PROGRAMS]
     with ThreadPoolExecutor(2) as files:
-        *kernels, selftest, fuzz = files.map(
-            compiled, (*build.sources(), *sorted(CHECKS.glob("*.cpp"), key=is_program))
-        )
-    build.run(*command, *kernels, selftest, "-o", str(folder / "selftest"))
-    build.run(*command, *kernels, fuzz, "-o", str(folder / "fuzz_attention"))
+        objects = list(files.map(compiled, (*build.sources(), *shared, *(CHECKS / f"{name}.cpp" for name in names))))
+    for name, program in zip(names, objects[-len(names) :], strict=True):
+        build.run(*command, *objects[: -len(names)], program, "-o", str(folder / name))
     return folder
-
-
-def is_program(source: Path) -> int:
-    """Sorts what programs share before them, and the fuzzer last."""
-    return ("attention_case", "selftest", "fuzz_attention").index(source.stem)
 
 
 def right(*command: str | Path) -> None:
@@ -77,7 +74,7 @@ def test_no_byte_beside_their_memory_and_nothing_undefined(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_threads_do_not_race(tmp_path: Path) -> None:
-    made = programs(tmp_path, "generic", "-O1", "-fsanitize=thread")
+    made = programs(tmp_path, "generic", "-O1", "-fsanitize=thread", names=PROGRAMS[:1])
     right(made / "selftest", "2", "15", "4")
 
 
@@ -87,6 +84,6 @@ def test_valgrind_sees_nothing_uninitialised_and_no_leak(tmp_path: Path) -> None
     if valgrind is None:
         pytest.skip("valgrind is not installed")
     level = "avx2" if best_level() not in ("generic", "neon", "neon-bf16") else "generic"  # it knows no AVX-512
-    made = programs(tmp_path, level, "-O1")
+    made = programs(tmp_path, level, "-O1", names=PROGRAMS[:1])
     options = ("-q", "--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=definite")
     right(valgrind, *options, made / "selftest", "3", "4", "2")
