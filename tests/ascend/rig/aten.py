@@ -101,8 +101,11 @@ def kernel(operator: Any) -> Callable[..., Any]:
                 return torch.device("cpu")
             return None if isinstance(value, torch.Generator) else value
 
+        def lend_all(value: Any) -> Any:
+            return tree_map(lend, value) if isinstance(value, (list, tuple, dict)) else lend(value)
+
         wanted = {name: kwargs[name] for name in outs if name in kwargs}
-        given, named = tree_map(lend, list(args)), tree_map(lend, kwargs)
+        given, named = [lend_all(value) for value in args], {name: lend_all(value) for name, value in kwargs.items()}
         for name, out in wanted.items():
             named[name] = torch.empty(0, dtype=out.dtype)  # the CPU operator sizes its own output
         where = places[0] if places else torch.device("npu", torch.npu.current_device())

@@ -25,14 +25,14 @@ BLOCK = 128
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q [R, N, D], k and v [L, Nkv, D], hidden [R, L] True = not seen → rows [R, N, D] and log-sum-exp [R, N]."""
+    """q [R, N, D], k and v [L, Nkv, D], hidden [R, L] True = not seen → rows [R, N, D] and scores [N, R, L]."""
     group = q.shape[1] // k.shape[1]
     keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
     scores = torch.einsum("qnd,knd->nqk", q.float(), keys) * scale
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     rows = torch.einsum("nqk,knd->qnd", scores.softmax(-1).nan_to_num(0.0), values)
-    return rows.to(q.dtype), scores.logsumexp(-1).T
+    return rows.to(q.dtype), scores
 
 
 @cache
@@ -68,6 +68,8 @@ def check_mask(mode: int, mask: Tensor | None) -> None:
 
 def hidden(mode: int, rows: int, keys: int, mask: Tensor | None, before: int, after: int) -> Tensor | None:
     """What a mode hides from `rows` queries over `keys` keys."""
+    if mode == 3 and rows == 1:
+        return None  # the last query sees every key
     distance = torch.arange(keys) - torch.arange(rows)[:, None]  # how far a key lies after a query, both from 0
     if mode in (0, 1):
         if mask is None:
@@ -176,9 +178,10 @@ def fused_infer_attention(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     rows, sums = [], []
     for q, (k, v) in zip(a.query.split(lengths), histories, strict=True):
         unseen = hidden(a.mode, len(q), len(k), a.mask, a.before, a.after)
-        out, lse = attend(q, k, v, a.scale, unseen)
+        out, scores = attend(q, k, v, a.scale, unseen)
         rows.append(out)
-        sums.append(lse)
+        if a.with_lse:
+            sums.append(scores.logsumexp(-1).T)
     return torch.cat(rows), torch.cat(sums)[..., None].float() if a.with_lse else torch.zeros(1)
 
 

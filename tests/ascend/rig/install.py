@@ -118,22 +118,16 @@ def count(name: str) -> None:
     CALLS[name] += 1
 
 
-def arguments(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, with the defaults of the schema that the wheel registered."""
-    given = {argument.name: argument.default_value for argument in schema.arguments}
-    given |= {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
-    return given | kwargs
-
-
 def kernel(name: str, operator: Any, reference: Callable[[dict[str, Any]], Any], original: Any) -> Callable[..., Any]:
     """The kernel of one operator: torch_npu's host code, then the reference on its output."""
     schema = operator._schema
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
     in_place = any(argument.alias_info and argument.alias_info.is_write for argument in schema.arguments)
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}  # as the wheel registered them
 
     def run(*args: Any, **kwargs: Any) -> Any:
         count(name)
-        given = arguments(schema, args, kwargs)
+        given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
         there = {key: host(value) for key, value in given.items()}
         made = None if original is None else original.call_boxed(keys, *args, **kwargs)
         if "out" in given:
