@@ -14,6 +14,7 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 import tiny
+from selfchecks import check_once
 
 # Another interpreter's: ci/ascend_suite.py runs them.
 collect_ignore = [] if "STANDIN_SOC" in os.environ else ["ascend"]
@@ -28,6 +29,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        check_once()
 
 
 @pytest.fixture(scope="session")
