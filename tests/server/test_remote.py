@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,13 +19,14 @@ import pytest
 from aiohttp import web
 from server.conftest import served
 from server.fake_child import scripted
-from server.harness import Live, serve_here
+from server.harness import Live, serve_here, serve_process
 
-from anycore.config import ModelConfig, ServerConfig
+from anycore.config import ModelConfig
 from anycore.errors import ConfigError
 from anycore.server.auth import Guard
 from anycore.server.keys import Key, hash_of, plain
-from anycore.server.run import remote_keys, serve
+from anycore.server.run import remote_keys
+from anycore.server.tally import Tally
 
 KEYS = [
     plain("ours", "ours"),
@@ -326,5 +330,59 @@ def test_what_a_server_does_not_start_with() -> None:
     with pytest.raises(ConfigError, match="the variable FAR_KEY"):
         remote_keys([far("http://there")], {})
     assert remote_keys([far("http://there")], {"FAR_KEY": "secret"}) == ["secret"]
-    with pytest.raises(ConfigError, match="leave --api-servers at 1"):
-        serve(ServerConfig(api_servers=2), [far("http://there")])
+
+
+# --- several fronts -----------------------------------------------------------------------------------------------
+
+CONFIG = """
+api-servers: 2
+log-level: debug
+models:
+  - {model: far-model, served-model-name: far, task: generate, url: "URL", url-api-key-env: FAR_KEY}
+  - {model: late-model, served-model-name: late, task: generate, url: "URL", url-api-key-env: FAR_KEY}
+"""
+
+
+def test_o01_o06_o14_fronts_look_each_for_itself_and_count_together(other: Other, tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(CONFIG.replace("URL", other.url))
+    with serve_process("--config", str(config), ready=False, env={"FAR_KEY": "far-key"}) as live:
+        live.wait(lambda: "fronts share the port" in "".join(live.output), 60)
+
+        def ask(name: str) -> list[httpx.Response]:
+            """Requests on connections of their own, which the kernel gives to any front."""
+            with ThreadPoolExecutor(8) as pool:
+                body = {"model": name, "prompt": "a"}
+                return list(pool.map(lambda _: live.post("/v1/completions", body), range(24)))
+
+        assert {answer.status_code for answer in ask("far")} == {200}
+        missing = ask("late")
+        assert {answer.json()["error"]["code"] for answer in missing} == {"remote_model_missing"}
+        assert all(answer.headers["retry-after"] for answer in missing)
+        assert {live.get("/ready").status_code for _ in range(8)} == {503}
+        other.models.append("late-model")
+        live.wait(lambda: {answer.status_code for answer in ask("late")} == {200}, 20)
+        assert {live.get("/ready").status_code for _ in range(8)} == {200}
+
+        page = live.get("/metrics").text
+        found = dict(re.findall(r"^anycore:(\w+){[^}]*model_name=\"far\"[^}]*} (\S+)$", page, re.MULTILINE))
+        assert (found["prompt_tokens_total"], found["generation_tokens_total"]) == ("120.0", "48.0")
+        assert (found["num_requests_running"], found["e2e_request_latency_seconds_count"]) == ("0.0", "24.0")
+        assert all(live.get("/metrics").text.count("} 48.0") == page.count("} 48.0") for _ in range(6))
+        live.signal(signal.SIGTERM)
+        assert live.exit_code() == 0
+        assert "far-key" not in "".join(live.output)
+
+
+def test_a_tally_sums_the_rows_of_all_and_forgets_those_of_a_predecessor(tmp_path: Path) -> None:
+    path = tmp_path / "tally"
+    first, second = (Tally(path, front, 2) for front in range(2))
+    first.add(running=2, prompt_tokens=7)
+    second.add(running=1, output_tokens=5)
+    second.add(running=-1, cached_tokens=3)
+    for tally in (first, second):
+        found = tally.stats
+        counts = found.running, found.prompt_tokens, found.cached_tokens, found.output_tokens
+        assert counts == (2, 7, 3, 5)
+    assert Tally(path, 0, 2).stats.output_tokens == second.stats.output_tokens == 5
+    assert second.stats.running == 0

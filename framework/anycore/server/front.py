@@ -27,6 +27,7 @@ from anycore.server.lifecycle import Server
 from anycore.server.phases import Phase
 from anycore.server.port import listen
 from anycore.server.reload import Reload
+from anycore.server.run import remote_keys
 from anycore.server.tls import Certificate, certificate_of
 
 
@@ -134,6 +135,7 @@ def main() -> int:
     line = child.read_line()
     boot = msgspec.json.decode(line, type=FrontBoot)
     keys, secrets = read_keys(boot.config)
+    secrets = [*secrets, *remote_keys(boot.models)]
     logs.of_server(boot.config, secrets, label=f"front {boot.number}")
     ledger = Ledger(Path(boot.directory) / LEDGER, boot.number, boot.config.api_servers)
     return asyncio.run(serve(boot, Guard(keys, ledger), certificate_of(boot.config)))

@@ -26,6 +26,7 @@ from anycore.server.port import BACKLOG
 from anycore.server.replicas import Replicas, parts_of
 from anycore.server.slot import Engine, Slot
 from anycore.server.state import Reading, ServedModel, ServerState, read
+from anycore.server.tally import Tally
 from anycore.server.tls import Certificate
 from anycore.server.turns import check_tools
 
@@ -97,7 +98,8 @@ class Server:
         if model.url is not None:
             from anycore.server.remote import Remote  # needs a package that nothing else does
 
-            return Remote(model, self.metrics.observer(model.names[0]), self.config.step_timeout)
+            tally = Tally(self._directory / f"remote-{number}", self._number, self.config.api_servers)
+            return Remote(model, self.metrics.observer(model.names[0]), self.config.step_timeout, tally)
         parts = parts_of(model)
         keepers = [self._keeper(number, engine, part) for engine, part in enumerate(parts)]
         return keepers[0] if len(keepers) == 1 else Replicas(model, keepers)

@@ -14,12 +14,13 @@ from urllib.parse import urlsplit
 
 from anycore.config import ModelConfig
 from anycore.contract.declare import Task
-from anycore.engine.request import NewRequest, RequestRecord, Stats
+from anycore.engine.request import NewRequest, RequestRecord
 from anycore.errors import AnycoreError, ConfigError, DeadlineExceeded, Unavailable, Unsupported
 from anycore.server import visits
 from anycore.server.phases import Phase
 from anycore.server.slot import NOT_CHECKED, Slot
 from anycore.server.stream import Observer
+from anycore.server.tally import Tally
 
 try:
     import aiohttp
@@ -53,16 +54,14 @@ class Passage:
         self._work: asyncio.Task[Any] | None = None
         self._visit = visits.current()
         remote.passages.add(self)
-        remote.stats.running += 1
+        remote.tally.add(running=1)
 
     def end(self) -> None:
         """It is back, or given up."""
         self._remote.passages.discard(self)
-        stats = self._remote.stats
-        stats.running -= 1
-        stats.prompt_tokens += self.prompt
-        stats.cached_tokens += self.cached
-        stats.output_tokens += self.output
+        self._remote.tally.add(
+            running=-1, prompt_tokens=self.prompt, cached_tokens=self.cached, output_tokens=self.output
+        )
         record = RequestRecord(
             id=self.request.id,
             model=self._remote.name,
@@ -142,12 +141,12 @@ class Passage:
 class Remote(Slot):
     """A slot without an engine."""
 
-    def __init__(self, config: ModelConfig, observer: Observer, stall: float) -> None:
+    def __init__(self, config: ModelConfig, observer: Observer, stall: float, tally: Tally) -> None:
         """`stall` is how long the other server may be silent in the middle of an answer; 0 for ever."""
         super().__init__(config)
         assert config.url is not None
         self.observer = observer
-        self.stats = Stats()
+        self.tally = tally
         self.passages: set[Passage] = set()
         self._root = config.url.rstrip("/").removesuffix("/v1")
         self._stall = stall
@@ -239,7 +238,7 @@ class Remote(Slot):
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), raise_for_status=False)
 
     async def load(self) -> None:
-        self.observer.begin(self._card, lambda: self.stats)
+        self.observer.begin(self._card, lambda: self.tally.stats)
         await self._look()
         self._watcher = asyncio.create_task(self._watch())
 

@@ -52,8 +52,6 @@ def serve(
     check_names(models)
     if config.api_servers > 1 and any(model.keep_alive is not None for model in models):
         raise ConfigError("--keep-alive works where one front serves: leave --api-servers at 1", param="keep_alive")
-    if config.api_servers > 1 and any(model.url is not None for model in models):
-        raise ConfigError("url: works where one front serves: leave --api-servers at 1", param="url")
     keys, secrets = read_keys(config)
     secrets = [*secrets, *remote_keys(models)]
     certificate = certificate_of(config)
