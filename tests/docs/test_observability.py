@@ -119,6 +119,36 @@ def test_the_dashboard_has_the_structure_that_grafana_reads() -> None:
             assert used <= {"model", "__rate_interval", "__range"}
 
 
+def lost(ours: Any, theirs: Any, place: str = "") -> Iterator[str]:
+    """Yield what one document says and another, which may have more fields, does not."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key, value in ours.items():
+            yield from lost(value, theirs.get(key), f"{place}.{key}")
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from lost(mine, other, f"{place}[{i}]")
+    elif ours != theirs:
+        yield f"{place}: {ours!r} becomes {theirs!r}"
+
+
+def test_the_types_that_grafana_publishes_read_all_of_the_dashboard() -> None:
+    """They are generated from its schema of dashboards: what they do not know, Grafana would not either."""
+    models = pytest.importorskip("grafana_foundation_sdk.models.dashboard", reason="Python 3.11 and newer only")
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+
+    register_default_plugins()
+
+    def read(document: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(json.dumps(models.Dashboard.from_json(document), cls=JSONEncoder))
+        return found
+
+    board = dashboard()
+    assert not list(lost(board, read(board)))
+    board["panels"][1]["gridpos"] = board["panels"][1].pop("gridPos")
+    assert list(lost(board, read(board)))
+
+
 def promtool(*words: str | Path, folder: Path = FOLDER) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["promtool", *map(str, words)], cwd=folder, capture_output=True, text=True, timeout=120)
 

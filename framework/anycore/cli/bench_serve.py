@@ -15,6 +15,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import product
@@ -30,7 +31,7 @@ from anycore.errors import AnycoreError, ConfigError
 BUSY = 0.8
 """Share of its time above which a process of the generator may be what limits the figures."""
 
-PLOTS = (".html", ".svg")
+PLOTS = (".html", ".png", ".svg")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -98,19 +99,22 @@ def add_arguments(parser: Parser) -> None:
         "--json", metavar="FILE", help="append a line a run to FILE, with all that repeats it; - prints these alone"
     )
     parser.add_argument("--save-detailed", action="store_true", help="with --json: every request's times, too")
-    parser.add_argument("--plot", metavar="FILE.html|.svg", help="draw the figures; of a sweep over its points")
+    parser.add_argument("--plot", metavar="FILE.html|.png|.svg",
+                        help="draw the figures, of a sweep over its points, with a line for each server; "
+                        "PNG needs pip install 'anycore[plots]'")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     points = loads_of(options)
     try:
-        from anycore.bench import client, plot, runs
+        from anycore.bench import client, runs
         from anycore.bench.report import lines
     except ModuleNotFoundError as error:
         if error.name != "aiohttp":
             raise
         raise ConfigError("bench serve needs aiohttp: pip install 'anycore[bench]'") from error
 
+    draw = drawer(options.plot or ".html")
     sides = {load.url: load for load in points[0]}
     facts = {}
     for load in sides.values():
@@ -137,13 +141,33 @@ def run(options: argparse.Namespace) -> int:
     if table and options.json != "-":
         print("\n".join(table))
     if options.plot:
-        drawn = plot.svg(rows) if options.plot.endswith(".svg") else plot.page(rows, [*text, *table])
-        Path(options.plot).write_text(drawn, encoding="utf-8")
+        Path(options.plot).write_bytes(draw(rows, [*text, *table]))
     busy = max(row["generator_busy"] for row in rows)
     if busy > BUSY:
         print(f"anycore: the load generator was busy {busy:.0%} of the time and may be what was measured: "
               "raise --processes", file=sys.stderr)  # fmt: skip
     return int(any(row["failed"] for row in rows))
+
+
+def drawer(name: str) -> Callable[[list[dict[str, Any]], list[str]], bytes]:
+    """What draws rows in the form of a file's ending; a page has the lines of text, too.
+
+    Raises:
+        ConfigError: it needs a package that is missing. This is asked before the load, which may take hours.
+    """
+    from anycore.bench import plot
+
+    if name.endswith(".svg"):
+        return lambda rows, lines: plot.svg(rows).encode()
+    if name.endswith(".html"):
+        return lambda rows, lines: plot.page(rows, lines).encode()
+    try:
+        from anycore.bench import picture
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "matplotlib":
+            raise
+        raise ConfigError("--plot FILE.png needs matplotlib: pip install 'anycore[plots]'", param="plot") from error
+    return lambda rows, lines: picture.png(rows)
 
 
 def circumstances() -> dict[str, Any]:
