@@ -70,6 +70,23 @@ def test_a11_routing_errors(live: Live) -> None:
     check(live.get("/v1/" + "x" * 5000), 404, "not_found")
 
 
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("/v1/v1/completions", "/v1/completions"),
+        ("/completions", "/v1/completions"),
+        ("/openai/v1/embeddings", "/v1/embeddings"),
+        ("/embeddings", "/v1/embeddings"),
+        ("/rerank/", "/rerank"),
+        ("/v1/health", "/health"),
+        ("/v1/responses/", "/v1/responses"),
+    ],
+)
+def test_o09_a_route_that_is_nearly_right_is_told_the_right_one(live: Live, asked: str, meant: str) -> None:
+    said = check(live.post(asked, {}), 404, "not_found")["message"]
+    assert f"but there is {meant}: is the base URL right?" in said
+
+
 def test_a11_bodies_that_are_not_json(live: Live) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
         response = live.post("/v1/completions", content=b"prompt=a", headers={"content-type": kind})

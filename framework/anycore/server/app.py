@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from anycore import __version__
 from anycore.config import ServerConfig
@@ -72,6 +73,7 @@ def create_app(
     app.add_middleware(gate.Gate, guard=state.guard, max_body=config.max_body_size, read_timeout=config.read_timeout)
     cors.add(app, config)
     app.add_middleware(access.Access, metrics=state.metrics, tracer=tracer(config))
+    app.state.paths = [route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
     for router in (*ROUTERS, *([console.routes()] if config.console else [])):
         scopes.check_routes(router.routes)  # here: an app may keep what it includes as one opaque route
         app.include_router(router)

@@ -19,7 +19,19 @@ from anycore.text.replies.offer import Offered, offered
 if TYPE_CHECKING:
     from anycore.server.door import Call
     from anycore.server.protocol_generate import ChatBody
+    from anycore.server.protocol_pool import TokenizeBody
     from anycore.server.state import ServedModel
+    from anycore.text.render import Rendered
+
+
+async def conversation(body: ChatBody | TokenizeBody, model: ServedModel) -> Rendered:
+    """Render a conversation as the model would be given it, and do no more.
+
+    Raises:
+        BadRequest: a field is wrong.
+    """
+    shown = offered(body.tools, body.tool_choice, model.formats).shown
+    return await asyncio.to_thread(model.renderer.chat, body.messages, **chat_options(body), tools=shown)
 
 
 async def begin(body: ChatBody, model: ServedModel, caller: Call, *, loud: bool = False) -> tuple[Generation, Form]:

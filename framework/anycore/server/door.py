@@ -17,8 +17,9 @@ from anycore.contract.declare import Task
 from anycore.engine.request import NewRequest
 from anycore.errors import BadRequest, DeadlineExceeded, Unsupported
 from anycore.server.accounts import Account
+from anycore.server.named import check_name
 from anycore.server.protocol import Body
-from anycore.server.protocol_generate import IGNORED, UNSUPPORTED
+from anycore.server.protocol_generate import IGNORED, OF_OTHERS, UNSUPPORTED
 from anycore.server.state import ServedModel, ServerState, resolve_model, state_of
 
 T = TypeVar("T")
@@ -33,12 +34,15 @@ def check_fields(state: ServerState, body: Body) -> None:
 
     Raises:
         Unsupported: a field that means something here and is not built.
-        BadRequest: an unknown field, under --strict; otherwise it is counted and logged.
+        BadRequest: a field under the name of another API; any unknown one, under --strict, otherwise it is counted and
+            logged.
     """
     unknown: list[str] = []
+    refused = UNSUPPORTED if body.only_counts else UNSUPPORTED | OF_OTHERS
     for name, value in (body.model_extra or {}).items():
-        if name in UNSUPPORTED:
-            if value not in ("", [], {}) and value not in UNSUPPORTED[name]:
+        check_name(body, name)
+        if name in refused:
+            if value not in ("", [], {}) and value not in refused[name]:
                 raise Unsupported(f"{name} is not supported by this server", param=name)
         elif name not in IGNORED:
             unknown.append(name)

@@ -13,6 +13,7 @@ from anycore.engine.request import PoolingParams
 from anycore.errors import BadRequest
 from anycore.server.bodies import JsonRoute
 from anycore.server.door import Caller, State, admit, offload, reply_id
+from anycore.server.named import named_as
 from anycore.server.pooled import pooled, usage_of, vector_of
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import Embedding, EmbeddingBody, Embeddings
@@ -30,7 +31,8 @@ async def embeddings(request: Request, body: EmbeddingBody, state: State, caller
     model = admit(state, body, body.model, Task.EMBED)
     params = PoolingParams(dimensions=dimensions_of(model, body.dimensions), normalize=body.normalize)
     names = [f"input[{i}]" if len(body.input) > 1 else "input" for i in range(len(body.input))]
-    rendered = await offload(sum(len(item) for item in body.input), _render, body, model, names)
+    with named_as({} if body.prompt_name is not None else {"prompt_name": "input_type"}):
+        rendered = await offload(sum(len(item) for item in body.input), _render, body, model, names)
     work = pooled(model, rendered, names, params, body, caller, state.config.log_prompts)
     answers = await unless_gone(request.receive, work)
     data: list[Embedding] = []

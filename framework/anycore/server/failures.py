@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -70,6 +70,9 @@ def routing_error(request: Request, error: HTTPException) -> AnycoreError:
     """Say what is wrong with a request that no route took."""
     asked = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
+        near = nearest(request.url.path, getattr(request.app.state, "paths", ()))
+        if near is not None:
+            return NotFound(f"there is no route {asked}, but there is {near}: is the base URL right?")
         return NotFound(f"there is no route {asked}; /docs lists the routes")
     if error.status_code == 405:
         return WrongMethod(f"{asked} is not allowed; allowed: {(error.headers or {}).get('Allow', 'see /docs')}")
@@ -78,6 +81,13 @@ def routing_error(request: Request, error: HTTPException) -> AnycoreError:
         plain.status = error.status_code
         return plain
     return AnycoreError("the server failed on this request")
+
+
+def nearest(path: str, known: Iterable[str]) -> str | None:
+    """Return the route that was meant, where a client put too much before it, or a slash behind it, or left /v1 out."""
+    path = path.rstrip("/")
+    meant = [each for each in known if path.endswith(each) or each == f"/v1{path}"]
+    return max(meant, key=lambda each: (each == path, len(each)), default=None)
 
 
 def validation_error(errors: Sequence[Any]) -> BadRequest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +12,17 @@ from anycore.contract.declare import Task
 from anycore.errors import AnycoreError
 from anycore.server.blocks import Block, Blocks, Change, Event, Kind
 from anycore.server.bodies import JsonRoute
-from anycore.server.conversation import begin
+from anycore.server.conversation import begin, conversation
 from anycore.server.door import Caller, State, admit, here, reply_id
 from anycore.server.generation import Chunk, Generation
-from anycore.server.prompts import chat_options
+from anycore.server.named import named_as
 from anycore.server.protocol import responses
-from anycore.server.protocol_anthropic import CountBody, MessagesBody
+from anycore.server.protocol_anthropic import SENT, CountBody, MessagesBody
 from anycore.server.protocol_generate import chat_body
 from anycore.server.scopes import INFER
 from anycore.server.sse import EventStream, first_of, json_response, named_event, unless_gone
 from anycore.text.replies.form import Form
 from anycore.text.replies.message import arguments_of
-from anycore.text.replies.offer import offered
 
 if TYPE_CHECKING:
     from anycore.server.state import ServedModel
@@ -36,7 +34,8 @@ router = APIRouter(tags=["generate"], route_class=JsonRoute, dependencies=[INFER
 async def create_message(request: Request, body: MessagesBody, state: State, caller: Caller) -> Response:
     """Answer messages; with `stream`, as the API's events."""
     model = here(admit(state, body, body.model, Task.GENERATE))
-    generation, form = await begin(body.chat(), model, caller, loud=state.config.log_prompts)
+    with named_as(SENT):
+        generation, form = await begin(body.chat(), model, caller, loud=state.config.log_prompts)
     reply = MessagesReply(body, model, generation, form, reply_id(request, None))
     if body.stream:
         return EventStream(reply.events(await first_of(request, generation.chunks())), failed)
@@ -47,9 +46,7 @@ async def create_message(request: Request, body: MessagesBody, state: State, cal
 async def count_tokens(body: CountBody, state: State, caller: Caller) -> Response:
     """Count the tokens of messages, as the model would be given them."""
     model = here(admit(state, body, body.model, Task.GENERATE))
-    chat = chat_body(body.conversation())
-    options = {**chat_options(chat), "tools": offered(chat.tools, chat.tool_choice, model.formats).shown}
-    rendered = await asyncio.to_thread(model.renderer.chat, chat.messages, **options)
+    rendered = await conversation(chat_body(body.conversation()), model)
     return json_response({"input_tokens": len(rendered.token_ids)})
 
 

@@ -17,6 +17,7 @@ from anycore.server.generation import settings_of
 from anycore.server.merge import merge
 from anycore.server.protocol import usage
 from anycore.server.protocol_pool import PoolBody, PoolUsage
+from anycore.server.sampling import check_priority
 
 if TYPE_CHECKING:
     from anycore.server.state import ServedModel
@@ -38,9 +39,11 @@ async def pooled(
     `loud` writes inputs to the log.
 
     Raises:
+        BadRequest: a priority, where the server knows none.
         NonFiniteOutput: naming the input.
         AnycoreError: as the engine says; what is under way is ended.
     """
+    check_priority(body.priority, model.slot.config.scheduling_policy)
     shared = settings_of(
         model.task.value,
         task=model.task,

@@ -17,13 +17,12 @@ def chat_options(body: ChatBody | TokenizeBody) -> dict[str, Any]:
         "add_special_tokens": bool(body.add_special_tokens),
         "chat_template": body.chat_template,
         "chat_template_kwargs": dict(body.chat_template_kwargs),
+        "documents": body.documents,
     }
-    if isinstance(body, ChatBody):
-        options["documents"] = body.documents
-        if body.reasoning_effort is not None:
-            options["chat_template_kwargs"].setdefault("reasoning_effort", body.reasoning_effort)
-        if body.reasoning_effort == "none":
-            options["chat_template_kwargs"].setdefault("enable_thinking", False)
+    if body.reasoning_effort is not None:
+        options["chat_template_kwargs"].setdefault("reasoning_effort", body.reasoning_effort)
+    if body.reasoning_effort == "none":
+        options["chat_template_kwargs"].setdefault("enable_thinking", False)
     return options
 
 

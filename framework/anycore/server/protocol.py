@@ -6,9 +6,9 @@ that is sent is written out where it is made. Both feed the OpenAPI document.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue, WithJsonSchema
 from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
@@ -19,10 +19,16 @@ MAX_INPUTS = 2048  # prompts, inputs or documents in one request
 MAX_TOKEN_ID = 2**31 - 1  # what any vocabulary fits under; the model's own size is checked once it is known
 
 
+RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$")]
+"""What the caller calls a request: it is written to the log, so it has no line breaks and no control characters."""
+
+
 class Body(BaseModel):
     """A JSON body: no coercion ("10" is no integer), no NaN, and null means the same as a field left out."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    only_counts: ClassVar[bool] = False
+    """Whether the route makes nothing but tokens, so that fields about answers mean nothing."""
 
     @model_validator(mode="before")
     @classmethod

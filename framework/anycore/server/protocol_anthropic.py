@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -12,10 +12,14 @@ from anycore.server.protocol import MAX_TOKEN_ID, Body
 from anycore.server.protocol_generate import ChatBody, Stop, StreamOptions, chat_body
 from anycore.server.protocol_messages import MAX_MESSAGES
 
+SENT = {"thinking_token_budget": "thinking.budget_tokens", "stop": "stop_sequences"}
+"""Field of a chat → the one here that it is made of."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CountBody(Body):
+    only_counts: ClassVar[bool] = True
+
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[dict[str, Any]] | None = None
@@ -52,6 +56,8 @@ class CountBody(Body):
 
 
 class MessagesBody(CountBody):
+    only_counts: ClassVar[bool] = False
+
     max_tokens: int = Field(ge=1, le=MAX_TOKEN_ID)
     stop_sequences: Stop = Field([])
     stream: bool = False
@@ -97,7 +103,10 @@ def _message(message: dict[str, Any], path: str) -> list[dict[str, Any]]:
         elif kind == "thinking":
             own["reasoning"] = own.get("reasoning", "") + _string(block.get("thinking"), place)
         elif kind == "tool_use":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+            used = block.get("input") or {}
+            if not isinstance(used, dict):
+                raise BadRequest(f"{place}.input must be an object", param=place)
+            function = {"name": _string(block.get("name"), place), "arguments": json.dumps(used)}
             own.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             said = _texts(block.get("content") or "", place)

@@ -21,6 +21,7 @@ from anycore.server.protocol import (
     MAX_INPUTS,
     MAX_TOKEN_ID,
     Body,
+    RequestId,
 )
 from anycore.server.protocol_messages import Messages
 from anycore.server.protocol_search import SearchBody
@@ -57,9 +58,23 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
     "logits_processors": (),
     "lora_path": (),
+    "extra_body": (),
 }
 """Fields that mean something here and are not built, or not for the route that they are sent to, with the values that
 ask for nothing (so do null, "", [], {})."""
+
+OF_OTHERS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stop": (),
+    "stream": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "embedding_types": (["float"],),
+    "output_dtype": ("float",),
+    "embed_dtype": ("float32",),
+    "rank_fields": (["text"],),
+}
+"""The same, of fields that change an answer on other routes: where tokens are only counted, they may be there."""
 
 
 def _logit_bias(value: Any) -> Any:
@@ -157,7 +172,7 @@ class GenerateBody(SearchBody):
         0, ge=-(2**31), le=2**31 - 1, description="lower runs first, under --scheduling-policy priority"
     )
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
-    request_id: str | None = Field(None, min_length=1, max_length=128)
+    request_id: RequestId | None = None
     return_token_ids: bool = False
     return_prompt_text: bool = False
     return_tokens_as_token_ids: bool = False

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.json_schema import WithJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
 from anycore.errors import BadRequest
-from anycore.server.protocol import MAX_INPUTS, MAX_TOKEN_ID, Body, Usage, input_schema, inputs
+from anycore.server.protocol import MAX_INPUTS, MAX_TOKEN_ID, Body, RequestId, Usage, input_schema, inputs
 from anycore.server.protocol_messages import Messages
 
 MAX_IDS = 2**20  # tokens that are turned into text at a time
@@ -42,7 +42,7 @@ class PoolBody(Body):
         0, ge=-(2**31), le=2**31 - 1, description="lower runs first, under --scheduling-policy priority"
     )
     cache_salt: str | None = Field(None, min_length=1, max_length=128)
-    request_id: str | None = Field(None, min_length=1, max_length=128)
+    request_id: RequestId | None = None
 
     def cut(self) -> tuple[int | None, str]:
         """What to cut inputs to (None: refuse long ones, -1: the model's limit, else tokens) and the side that goes."""
@@ -177,7 +177,9 @@ class Scores(TypedDict):
 
 
 class TokenizeBody(Body):
-    """Either `prompt` or `messages`."""
+    """Either `prompt` or `messages`, with what shapes the prompt of a chat."""
+
+    only_counts: ClassVar[bool] = True
 
     model: str | None = None
     prompt: str | None = None
@@ -187,6 +189,10 @@ class TokenizeBody(Body):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field({})
+    documents: list[dict[str, Any]] | None = Field(None, max_length=MAX_INPUTS)
+    reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     return_token_strs: bool = False
 
 

@@ -13,11 +13,12 @@ from anycore.contract.declare import Task
 from anycore.errors import AnycoreError
 from anycore.server.blocks import Block, Blocks, Change, Event, Kind
 from anycore.server.bodies import JsonRoute
-from anycore.server.conversation import begin
+from anycore.server.conversation import begin, conversation
 from anycore.server.door import Caller, State, admit, here, reply_id
 from anycore.server.generation import Chunk, Generation
+from anycore.server.named import named_as
 from anycore.server.protocol import responses
-from anycore.server.protocol_responses import ResponsesBody
+from anycore.server.protocol_responses import SENT, ResponsesBody
 from anycore.server.scopes import INFER
 from anycore.server.sse import EventStream, first_of, json_response, named_event, unless_gone
 from anycore.text.replies.form import Form
@@ -32,11 +33,21 @@ router = APIRouter(tags=["generate"], route_class=JsonRoute, dependencies=[INFER
 async def create_response(request: Request, body: ResponsesBody, state: State, caller: Caller) -> Response:
     """Answer an input; with `stream`, as the API's events."""
     model = here(admit(state, body, body.model, Task.GENERATE))
-    generation, form = await begin(body.chat(), model, caller, loud=state.config.log_prompts)
+    with named_as(SENT):
+        generation, form = await begin(body.chat(), model, caller, loud=state.config.log_prompts)
     reply = ResponsesReply(body, model, generation, form, reply_id(request, body.request_id))
     if body.stream:
         return EventStream(reply.events(await first_of(request, generation.chunks())), reply.failed)
     return json_response(await unless_gone(request.receive, reply.whole(generation.chunks())))
+
+
+@router.post("/v1/responses/input_tokens", response_model=None, responses=responses(dict[str, Any]))
+async def input_tokens(body: ResponsesBody, state: State, caller: Caller) -> Response:
+    """Count the tokens of an input, as the model would be given them."""
+    model = here(admit(state, body, body.model, Task.GENERATE))
+    with named_as(SENT):
+        rendered = await conversation(body.chat(), model)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)})
 
 
 class ResponsesReply:

@@ -64,14 +64,19 @@ def sampling_of(
     return params
 
 
-def check_body(body: GenerateBody, policy: str) -> None:
-    """Refuse fields that contradict each other, or the server's scheduling policy."""
-    if body.priority and policy != "priority":
+def check_priority(priority: int, policy: str) -> None:
+    """Refuse a priority that would change nothing."""
+    if priority and policy != "priority":
         raise BadRequest(
-            f"priority {body.priority} means nothing under --scheduling-policy {policy}: leave it out, or start the "
+            f"priority {priority} means nothing under --scheduling-policy {policy}: leave it out, or start the "
             "server with --scheduling-policy priority",
             param="priority",
         )
+
+
+def check_body(body: GenerateBody, policy: str) -> None:
+    """Refuse fields that contradict each other, or the server's scheduling policy."""
+    check_priority(body.priority, policy)
     if body.stream_options is not None and not body.stream:
         raise BadRequest("stream_options needs stream: true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:

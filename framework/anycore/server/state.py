@@ -212,9 +212,11 @@ def resolve_model(state: ServerState, name: str | None, *tasks: Task) -> ServedM
 
 def _only_model(state: ServerState, tasks: tuple[Task, ...]) -> ServedModel:
     for model in state.models:
-        model.check_ready()
+        if not model.card:  # nobody knows yet what it is for
+            model.check_ready()
     fitting = [model for model in state.models if model.task in tasks]
     if len(fitting) == 1:
+        fitting[0].check_ready()
         return fitting[0]
     if not fitting and len(state.models) == 1:
         raise _wrong_task(state, state.models[0].names[0], state.models[0], tasks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,8 +10,8 @@ from fastapi.responses import Response
 from anycore.contract.declare import Task
 from anycore.errors import BadRequest
 from anycore.server.bodies import JsonRoute
+from anycore.server.conversation import conversation
 from anycore.server.door import Caller, State, admit, offload
-from anycore.server.prompts import chat_options
 from anycore.server.protocol import responses
 from anycore.server.protocol_pool import DetokenizeBody, Text, TokenizeBody, Tokens
 from anycore.server.scopes import INFER
@@ -30,7 +29,7 @@ async def tokenize(body: TokenizeBody, state: State, caller: Caller) -> Response
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("send either prompt or messages", param="prompt", code="missing_required_parameter")
     if body.messages is not None:
-        ids = (await asyncio.to_thread(renderer.chat, body.messages, **chat_options(body))).token_ids
+        ids = (await conversation(body, model)).token_ids
     else:
         text = body.prompt or ""
         ids = await offload(len(text), renderer.tokenizer.encode, text, body.add_special_tokens is not False)
