@@ -27,6 +27,8 @@ MAX_HEADER_BYTES = 64 * 2**10
 KEEP_ALIVE_SECONDS = 75  # longer than balancers keep idle connections, so that they close first
 CLOSE_SECONDS = 1  # that responses get to leave after the last request has ended
 MOST_UNSENT = 64 * 2**10  # bytes of answers that wait in the kernel; without a limit it takes megabytes for nobody
+TURNS = 8  # of the event loop, in which a connection that waits is taken, its request read and begun
+TURN_SECONDS = 0.005
 LOOK_TICKS = 10  # of a tenth of a second, between two looks at the connections
 
 log = logging.getLogger(__name__)
@@ -150,6 +152,22 @@ class HttpServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             if not cast(EnvelopeProtocol, connection).is_parting:
                 connection.shutdown()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close, once what has reached this machine is begun: the system resets what nobody has taken or read.
+
+        Only what comes between the last look and the end of the port is lost still.
+        """
+        if not self.force_exit:
+            await self._catch_up()
+            for server in self.servers:
+                server.close()
+            await self._catch_up()
+        await super().shutdown(sockets)
+
+    async def _catch_up(self) -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(TURN_SECONDS)
 
     @property
     def busy(self) -> bool:
