@@ -167,15 +167,15 @@ WRONG = [
     ({"input": 5}, "input"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0]"),
-    ({"input": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-    ({"input": []}, "messages"),
+    ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
+    ({"input": []}, "input"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"background": True}, "background"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"temperature": 3}, "temperature"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"text": {"format": {"type": "xml"}}}, "response_format"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format"),
 ]
 
 

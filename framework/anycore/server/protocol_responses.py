@@ -153,9 +153,9 @@ def _role(item: dict[str, Any], path: str) -> Any:
 
 def _call(item: dict[str, Any], path: str) -> dict[str, Any]:
     """Return the function of a call."""
-    name, arguments = item.get("name"), item.get("arguments")
+    name, arguments = item.get("name"), item.get("arguments") or {}
     try:
-        read = json.loads(arguments) if isinstance(arguments, str) else None
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         read = None
     if not isinstance(name, str) or not isinstance(read, dict):
