@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import re
 from pathlib import Path
 
 from anycore.cli.flags import Parser
@@ -19,7 +19,10 @@ from anycore.models.quantization import GROUPS, ONLINE, SPELLINGS, scheme_of
 from anycore.models.source import Source
 
 GGUF_COMPANIONS = ("generation_config.json", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json")
-CALIBRATION_TOKENS = 8192
+CALIBRATION_TOKENS = 4096
+SEQUENCE = 512
+"""Tokens that are run at a time."""
+SENTENCE_END = re.compile(r"(?<=[.!?;])\s+|\n\s*\n")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -30,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--group", type=int, default=32, choices=GROUPS, help="inputs that share a scale under w4a16 (default: 32)"
     )
-    text = "a text to find out by which inputs matter, for w4a16: slower to write, closer to the model"
+    text = "a text to find out by how rounding hurts least, for w8a8 and w4a16: slower to write, closer to the model"
     parser.add_argument("--calibration", metavar="TEXT_FILE", type=Path, help=text)
     text = (
         "matrices to leave as they are, such as layers.0.* (small ones and norms always are); auto, the default: those "
@@ -74,11 +77,26 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"--calibration {path} cannot be read as text: {error}", param="calibration") from error
 
 
-def words(source: Source, text: str) -> Sequence[int]:
-    """The first tokens of a text."""
+def words(source: Source, text: str) -> list[list[int]]:
+    """The first tokens of a text, in sequences as the model gets them: pieces of one length for a decoder, and for an
+    encoder sentences, each with the tokens that begin and end a prompt.
+    """
+    from anycore.models.spec import read_spec
     from anycore.text.tokenizer import Tokenizer
 
-    return Tokenizer.from_source(source).encode(text)[:CALIBRATION_TOKENS]
+    tokenizer = Tokenizer.from_source(source)
+    if read_spec(source).attention == "causal":
+        begin, ids = tokenizer.encode(""), tokenizer.encode(text, add_special_tokens=False)[:CALIBRATION_TOKENS]
+        step = SEQUENCE - len(begin)
+        return [begin + ids[first : first + step] for first in range(0, len(ids), step)]
+    sentences = [sentence for sentence in SENTENCE_END.split(text) if sentence.strip()]
+    found: list[list[int]] = []
+    for ids in tokenizer.encode_batch(sentences):
+        if sum(map(len, found)) + len(ids) > CALIBRATION_TOKENS:
+            break
+        if len(ids) <= SEQUENCE:
+            found.append(ids)
+    return found
 
 
 def write_extras(source: Source, folder: Path) -> None:

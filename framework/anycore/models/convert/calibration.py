@@ -1,16 +1,14 @@
-"""Activation-aware rounding to 4 bits: what a text's hidden states say of which inputs of a matrix matter.
+"""What a text tells about rounding a model, layer by layer: by which inputs of a matrix matter, and which go together.
 
-After Lin et al., "AWQ: Activation-aware Weight Quantization" (2023). The inputs of a matrix that are large are scaled
-up in it and down in what makes them, a norm or another matrix, so that rounding hurts them less and the product is the
-same; how much is searched for, layer by layer. Then each group may leave out its largest weights, where the others
-gain more by the finer steps.
+Each layer is given what the layers before it make of the text as they are rounded already. What its matrices are
+multiplied by is noted, scales between them are searched for (`scaling`), they are rounded so that what one weight
+loses others make up for (`compensation`), and the layer is run again as it is now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +16,19 @@ from torch import Tensor
 from anycore.contract.backend import Backend, Memory
 from anycore.contract.batch import Batch
 from anycore.contract.formats import Format
-from anycore.contract.ops import Ops
-from anycore.contract.weights import Int4Weight, spread
+from anycore.contract.weights import QuantisedWeight
 from anycore.errors import ConfigError
+from anycore.models.convert.compensation import compensated, cut
+from anycore.models.convert.products import ROWS, Inputs, Observer, Product, products
+from anycore.models.convert.scaling import fold, search
 from anycore.models.decoder import Decoder
+from anycore.models.encoder import Encoder
 from anycore.models.loader import load
-from anycore.models.quantised.rounding import quantise
 from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec
 
-SEQUENCE = 512
-"""Tokens that are run at a time."""
-ROWS = 192
-"""Hidden rows of each matrix that the search compares products of; the mean is taken over all."""
-EXPONENTS = tuple(i / 20 for i in range(20))
-KEPT = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of a group's range that are tried."""
+LEAST = 512
+"""Tokens of a text that tells anything."""
 
 
 @dataclass(slots=True)
@@ -42,7 +37,7 @@ class Calibration:
 
     columns: dict[str, Tensor] = field(default_factory=dict)  # multiply the columns of a matrix
     rows: dict[str, Tensor] = field(default_factory=dict)  # divide the rows of a matrix or bias, or a norm's weights
-    importance: dict[str, Tensor] = field(default_factory=dict)  # mean square of each input, after scaling
+    weights: dict[str, QuantisedWeight] = field(default_factory=dict)  # what matrices became
     norm_offset: bool = False  # norms store their weights less one
 
     def scaled(self, name: str, tensor: Tensor) -> Tensor:
@@ -57,40 +52,6 @@ class Calibration:
         offset = 1.0 if self.norm_offset and "norm" in name else 0.0
         return (tensor.float() + offset) / by - offset
 
-    def rounded(self, name: str, weight: Tensor, wanted: Format) -> Int4Weight:
-        """Round a scaled matrix, each group over the share of its range that costs its product least."""
-        importance = self.importance.get(name)
-        return clipped(weight.float(), wanted, torch.ones(weight.shape[1]) if importance is None else importance)
-
-
-class Inputs:
-    """What a matrix is multiplied by, over a text: sums over all rows, and a few of the rows themselves."""
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self.count = 0
-        self.sizes = torch.zeros(())
-        self.squares = torch.zeros(())
-        self.some: list[Tensor] = []
-
-    def add(self, rows: Tensor) -> None:
-        self.count += len(rows)
-        self.sizes = self.sizes + rows.abs().sum(0)
-        self.squares = self.squares + rows.pow(2).sum(0)
-        self.some.append(rows[:: self.every].clone())
-
-
-class Observer(Ops):
-    """The contract's operations, which take note of what chosen matrices are multiplied by."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, Inputs] = {}  # by the id of a handle
-
-    def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
-        if id(handle) in self.seen:
-            self.seen[id(handle)].add(x)
-        return super().linear(x, handle, bias)
-
 
 class HostMemory(Memory):
     """Calibration keeps no cache and plans nothing."""
@@ -102,146 +63,121 @@ class HostMemory(Memory):
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix [out, in] of a layer with what it is multiplied by, and what makes that."""
+class Walk:
+    """A text's hidden states, sequence by sequence, on their way through the layers."""
 
-    parts: tuple[tuple[str, int], ...]  # checkpoint tensors and their rows
-    handle: Tensor
-    makers: tuple[str, ...]  # the norm, or the weight and bias of the matrix, whose rows are this one's columns
-    repeats: int = 1  # heads that share the rows of a maker
-    head_dim: int = 1
+    def __init__(self, model: Decoder | Encoder, spec: ModelSpec, sequences: Sequence[Sequence[int]]) -> None:
+        self.model = model
+        self.batches = [batch_of(spec, ids) for ids in sequences]
+        self.states = [self.begin(batch) for batch in self.batches]
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """What the first layer is given: hidden states, and a decoder's residual stream."""
+        model = self.model
+        if isinstance(model, Decoder):
+            return model.words(batch.input_ids, scale=model.embedding_scale), None
+        others = [(batch.token_types, model.types), (batch.positions, model.positions)]
+        return model.norm(model.words(batch.input_ids, others))[0], None
+
+    def layer(self, index: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """What a layer makes of each sequence."""
+        model = self.model
+        for batch, (x, residual) in zip(self.batches, self.states, strict=True):
+            if isinstance(model, Encoder):
+                yield model.layers[index](x, batch, last=False), None
+                continue
+            layer = model.layers[index]
+            rotary = model.rotary if layer.attention.window is None else model.rotary_local
+            yield layer(x, residual, batch, rotary(batch.positions), last=False)
+
+    def observe(self, index: int, every: int, found: Sequence[Product]) -> list[Inputs]:
+        """What each product of a layer is multiplied by."""
+        for product in found:
+            product.held.inputs = Inputs(product.held.weight.shape[1], every)
+        for _ in self.layer(index):
+            pass
+        noted = [product.held.inputs for product in found]
+        for product in found:
+            product.held.inputs = None
+        return [inputs for inputs in noted if inputs is not None]
+
+    def go_on(self, index: int) -> None:
+        """Put what a layer makes in place of what it was given."""
+        for number, state in enumerate(self.layer(index)):
+            self.states[number] = state
+
+
+def batch_of(spec: ModelSpec, ids: Sequence[int]) -> Batch:
+    return Batch(
+        input_ids=torch.tensor(ids),
+        positions=torch.arange(len(ids)),
+        query_lens=[len(ids)],
+        context_lens=[0],
+        output_rows=None,
+        causal=spec.attention == "causal",
+        token_types=torch.zeros(len(ids), dtype=torch.int64) if spec.token_type_count else None,
+    )
 
 
 @torch.inference_mode()
 def calibrate(
     source: Source,
     spec: ModelSpec,
-    ids: Sequence[int],
+    sequences: Sequence[Sequence[int]],
     formats: Mapping[str, Format],
     progress: Progress | None = None,
 ) -> Calibration:
-    """Search the scales of every matrix in `formats`, by the hidden states of a text.
+    """Round every matrix of the layers that is in `formats`, by the hidden states of a text.
 
     Raises:
-        ConfigError: the model has no layers that can be scaled, or the text is too short.
+        ConfigError: the text is too short.
     """
-    if spec.family != "decoder":
-        raise ConfigError(
-            "--calibration needs a decoder: an encoder's norms feed the residual stream, too, and cannot be scaled",
-            param="calibration",
-        )
-    if len(ids) < SEQUENCE:
-        raise ConfigError(f"--calibration: the text has {len(ids)} tokens, {SEQUENCE} are needed", param="calibration")
-    observer, cpu = Observer(), torch.device("cpu")
-    model = load(source, spec, Backend(cpu, HostMemory(cpu), observer), "float32")
-    assert isinstance(model, Decoder)
+    count = sum(map(len, sequences))
+    if count < LEAST:
+        raise ConfigError(f"--calibration: the text has {count} tokens, {LEAST} are needed", param="calibration")
+    cpu = torch.device("cpu")
+    model = load(source, spec, Backend(cpu, HostMemory(cpu), Observer()), "float32")
+    assert isinstance(model, (Decoder, Encoder))
+    walk = Walk(model, spec, sequences)
     result = Calibration(norm_offset=spec.norm_offset)
-    for layer in model.layers:
-        handles = layer.qkv.linear.handle, layer.out.handle, layer.gate_up.linear.handle, layer.down.handle
-        observer.seen |= {id(handle): Inputs(max(1, len(ids) // ROWS)) for handle in handles}
-    run(model, ids, progress)
     for index in range(spec.layers):
-        for product in products(model, spec, index):
-            inputs = observer.seen.pop(id(product.handle))
-            if all(name in formats for name, _ in product.parts):
-                search(product, inputs, formats[product.parts[0][0]], result)
+        every = [p for p in products(model, spec, index) if all(name in formats for name, _ in p.parts)]
+        observed = walk.observe(index, max(1, count // ROWS), every)
+        scales = [scale(product, inputs, formats, result) for product, inputs in zip(every, observed, strict=True)]
+        for product, inputs, columns in zip(every, observed, scales, strict=True):
+            wanted = formats[product.parts[0][0]]
+            found = compensated(product.held.weight, inputs.squares(columns), wanted)
+            result.weights |= cut(found, product.parts)
+            product.held.weight.copy_(found.dense())
+            product.held.rounds = wanted.kind == "int8"
+        walk.go_on(index)
         if progress is not None:
-            progress("calibration: scales", (index + 1) / spec.layers)
+            progress("calibration", (index + 1) / spec.layers)
+    head = "embed_tokens.weight" if spec.tied else "lm_head.weight"
+    if isinstance(model, Decoder) and model.head is not None and head in formats and formats[head].kind == "int4":
+        result.weights[head] = table(model, walk, spec.tied, formats[head])
     return result
 
 
-def run(model: Decoder, ids: Sequence[int], progress: Progress | None) -> None:
-    """Compute the hidden states of the text, a sequence at a time."""
-    starts = range(0, len(ids) - SEQUENCE + 1, SEQUENCE)
-    for start in starts:
-        batch = Batch(
-            input_ids=torch.tensor(ids[start : start + SEQUENCE]),
-            positions=torch.arange(SEQUENCE),
-            query_lens=[SEQUENCE],
-            context_lens=[0],
-            output_rows=None,
-            causal=True,
-        )
-        model.forward(batch)
-        if progress is not None:
-            progress("calibration: hidden states", (start + SEQUENCE) / (starts[-1] + SEQUENCE))
+def table(model: Decoder, walk: Walk, tied: bool, wanted: Format) -> QuantisedWeight:
+    """Round the head by what the last norm gives it; if it is the embedding table, too, by as much for its own sake."""
+    assert model.head is not None
+    inputs = Inputs(model.head.handle.weight.shape[1], every=1 << 30)
+    for x, residual in walk.states:
+        inputs.add(model.norm(x, residual)[0])
+    squares = inputs.squares()
+    if tied:
+        squares = squares + squares.diagonal().median() * torch.eye(len(squares))
+    return compensated(model.head.handle.weight, squares, wanted)
 
 
-def products(model: Decoder, spec: ModelSpec, index: int) -> Iterator[Product]:
-    """The four matrices of a layer, each with what its columns can be taken out of."""
-    layer, name = model.layers[index], f"layers.{index}"
-    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-    queries, keys, inner = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim, spec.intermediate_size
-    qkv = tuple((f"{attention}.{part}_proj.weight", rows) for part, rows in (("q", queries), ("k", keys), ("v", keys)))
-    before_mlp = "pre_feedforward_layernorm" if spec.norm_after else "post_attention_layernorm"
-    yield Product(qkv, layer.qkv.linear.handle, (f"{name}.input_layernorm.weight",))
-    yield Product(
-        ((f"{attention}.o_proj.weight", spec.hidden_size),),
-        layer.out.handle,
-        (f"{attention}.v_proj.weight", f"{attention}.v_proj.bias"),
-        spec.heads // spec.kv_heads,
-        spec.head_dim,
-    )
-    gate_up = tuple((f"{mlp}.{part}_proj.weight", inner) for part in ("gate", "up"))
-    yield Product(gate_up, layer.gate_up.linear.handle, (f"{name}.{before_mlp}.weight",))
-    down = ((f"{mlp}.down_proj.weight", spec.hidden_size),)
-    yield Product(down, layer.down.handle, (f"{mlp}.up_proj.weight", f"{mlp}.up_proj.bias"))
-
-
-def search(product: Product, inputs: Inputs, wanted: Format, result: Calibration) -> None:
-    """Find the exponent whose scales change the product least, and note what it asks for."""
-    size = inputs.sizes / inputs.count
-    if product.repeats > 1:  # heads that share keys and values share scales
-        size = size.view(-1, product.repeats, product.head_dim).mean(1).flatten()
-    rows = torch.cat(inputs.some)
-    weight = product.handle
-    best, least = torch.ones_like(size), float("inf")
-    for exponent in EXPONENTS:
-        scale = size.clamp(min=1e-4) ** exponent
-        scale = scale / (scale.max() * scale.min()).sqrt()
-        columns = repeated(scale, product)
-        rounded = quantise(weight * columns, wanted).dense() / columns
-        loss = float((rows @ (rounded - weight).T).pow(2).mean())
-        if loss < least:
-            best, least = scale, loss
-    columns = repeated(best, product)
-    for name, _ in product.parts:
-        result.columns[name] = columns
-        result.importance[name] = inputs.squares / inputs.count / columns.pow(2)
-    for name in product.makers:
-        result.rows[name] = best
-
-
-def repeated(scale: Tensor, product: Product) -> Tensor:
-    """A maker's rows as the columns that they become."""
-    if product.repeats == 1:
-        return scale
-    return scale.view(-1, 1, product.head_dim).expand(-1, product.repeats, -1).flatten()
-
-
-def clipped(weight: Tensor, wanted: Format, importance: Tensor) -> Int4Weight:
-    """Round each group over the share of its range at which the weighted squares of its errors are least."""
-    group, columns = wanted.group, weight.shape[1]
-    grouped = weight.view(len(weight), -1, group)
-    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
-    best: Int4Weight | None = None
-    least = torch.empty(0)
-    for share in KEPT:
-        tried = quantise(grouped.clamp(low * share, high * share).view_as(weight), wanted)
-        assert isinstance(tried, Int4Weight)
-        loss = ((tried.dense() - weight).pow(2) * importance).view_as(grouped).sum(-1)
-        if best is None:
-            best, least = tried, loss
-            continue
-        better = loss < least
-        least = torch.where(better, loss, least)
-        best = Int4Weight(
-            torch.where(spread(better, group, columns), tried.data, best.data),
-            torch.where(better, tried.scale, best.scale),
-            torch.where(better, tried.zero, best.zero),
-            group,
-            weight.dtype,
-        )
-    assert best is not None
-    return best
+def scale(product: Product, inputs: Inputs, formats: Mapping[str, Format], result: Calibration) -> Tensor | None:
+    """Search a matrix's scales, apply them and note them; return what its columns were multiplied by."""
+    best = search(product, inputs, formats[product.parts[0][0]])
+    if best is None:
+        return None
+    fold(product, best)
+    columns = product.columns(best)
+    result.columns |= {name: columns for name, _ in product.parts}
+    result.rows |= {name: best for name, _ in product.makers}
+    return columns

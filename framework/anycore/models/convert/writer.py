@@ -41,7 +41,10 @@ REPLACED = ("quantization_config", "compression_config", "torch_dtype", "dtype")
 COMPANIONS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 """Small files beside the weights that are carried over, but for those that describe the old weights."""
 
-Words = Callable[[Source, str], Sequence[int]]
+CALIBRATED = ("w8a8", "w4a16")
+"""Schemes that a text is asked about."""
+
+Words = Callable[[Source, str], Sequence[Sequence[int]]]
 Extras = Callable[[Source, Path], None]
 
 
@@ -63,15 +66,16 @@ def convert(
 ) -> Path:
     """Write `model` to the new folder `out`.
 
-    `words` gives the token ids of a text, `extras` writes what a GGUF file's header holds beside weights.
+    `words` gives the token ids of a text, in sequences to run; `extras` writes what a GGUF file's header holds beside
+    weights.
 
     Raises:
         ConfigError: `out` is there, or what is asked for cannot be done.
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out} is there already and is left as it is: choose another folder", param="out")
-    if asked.calibration is not None and asked.quantization != "w4a16":
-        raise ConfigError("--calibration belongs to --quantization w4a16: 8 bits need none", param="calibration")
+    if asked.calibration is not None and asked.quantization not in CALIBRATED:
+        raise ConfigError(f"--calibration belongs to --quantization {' or '.join(CALIBRATED)}", param="calibration")
     if asked.group not in GROUPS:
         raise ConfigError(f"--group must be 32, 64 or 128, not {asked.group}", param="group")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -107,7 +111,8 @@ def write(model: str, folder: Path, asked: Conversion, words: Words, extras: Ext
             progress("weights", done / len(checkpoint.shapes))
     files.close()
     if asked.quantization is not None:
-        settings = form.settings(asked.quantization, asked.group, asked.tables, dense)
+        tables = {p.name: formats[p.name] for p in parameters(spec) if (p.table or p.head) and p.name in formats}
+        settings = form.settings(asked.quantization, asked.group, tables, dense)
         write_json(folder / "config.json", plain | {"quantization_config": settings})
     result = Source(model, folder)
     check(result, read_spec(result))
@@ -144,7 +149,7 @@ def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
         table = asked.tables and (parameter.table or (parameter.head and not spec.tied))
         if not (usual or table) or parameter.name in kept or online(parameter, asked.quantization, asked.group) is None:
             continue
-        wanted = form.wanted(asked.quantization, asked.group, parameter.shape[1])
+        wanted = form.wanted(asked.quantization, asked.group, parameter.shape[1], parameter.head or parameter.table)
         formats |= {name: wanted for name, _ in parameter.parts}
     if not formats:
         raise ConfigError(f"nothing of {spec.architecture} is left to quantise: all is small or kept dense")
@@ -176,13 +181,15 @@ class Writer:
 
     def tensors(self, name: str, entry: Entry) -> Iterator[tuple[str, Tensor]]:
         plain = canonical(name)
+        scales = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        if self.found is not None and plain in self.found.weights:
+            yield from form.encoded(name.removesuffix(".weight"), self.found.weights[plain], scales).items()
+            return
         tensor = self.dense(entry)
         if self.found is not None:
             tensor = self.found.scaled(plain, tensor)
-        wanted = self.formats.get(plain)
-        if wanted is not None:
-            weight = quantise(tensor, wanted) if self.found is None else self.found.rounded(plain, tensor, wanted)
-            scales = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
+        if plain in self.formats:
+            weight = quantise(tensor, self.formats[plain])
             yield from form.encoded(name.removesuffix(".weight"), weight, scales).items()
             return
         changed = self.found is not None and plain in self.found.rows

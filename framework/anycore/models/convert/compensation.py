@@ -1,0 +1,137 @@
+"""Rounding that makes up for itself: what one input's weights lose is given to the inputs that go along with it.
+
+After Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022). Scales
+are chosen first, group by group; then columns are rounded one after the other, those of the largest inputs first, and
+the columns still to come are changed such that the product of a text's inputs stays as near as it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from anycore.contract.formats import Format
+from anycore.contract.weights import Int4Weight, Int8Weight, QuantisedWeight, spread
+from anycore.models.quantised.rounding import INT8, quantise
+
+KEPT = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Shares of a group's range that are tried."""
+DAMPING = 0.01
+"""Of the mean square of the inputs, added to each: a text does not tell all."""
+BLOCK = 128
+"""Columns after which those still to come are changed."""
+ROWS = 8192
+"""Rows that are rounded at a time: a vocabulary's table in float32 would be large."""
+
+WholeNumbers = Int4Weight | Int8Weight
+
+
+def clipped(weight: Tensor, wanted: Format, importance: Tensor) -> WholeNumbers:
+    """Round each group over the share of its range at which the weighted squares of its errors are least.
+
+    `weight` is [out, in] float32, `importance` [in] the mean square of each input.
+    """
+    group, columns = wanted.group or weight.shape[1], weight.shape[1]
+    grouped = weight.view(len(weight), -1, group)
+    low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+    if wanted.kind == "int8":  # which has no zero point
+        high = torch.maximum(high, -low)
+        low = -high
+    best: WholeNumbers | None = None
+    least = torch.empty(0)
+    for share in KEPT:
+        tried = whole_numbers(grouped.clamp(low * share, high * share).view_as(weight), wanted)
+        loss = ((tried.dense() - weight).pow(2) * importance).view_as(grouped).sum(-1)
+        if best is None:
+            best, least = tried, loss
+            continue
+        better = loss < least
+        least = torch.where(better, loss, least)
+        best = chosen(better, tried, best, spread(better, group, columns))
+    assert best is not None
+    return best
+
+
+def chosen(better: Tensor, one: WholeNumbers, other: WholeNumbers, each: Tensor) -> WholeNumbers:
+    """The groups of one where they are better, by group and by element, else those of the other."""
+    found = replace(
+        other, data=torch.where(each, one.data, other.data), scale=torch.where(better, one.scale, other.scale)
+    )
+    if isinstance(found, Int4Weight):
+        assert isinstance(one, Int4Weight)
+        return replace(found, zero=torch.where(better, one.zero, found.zero))
+    return found
+
+
+def whole_numbers(weight: Tensor, wanted: Format) -> WholeNumbers:
+    found = quantise(weight, wanted)
+    assert isinstance(found, (Int4Weight, Int8Weight)), wanted
+    return found
+
+
+def compensated(weight: Tensor, squares: Tensor, wanted: Format) -> WholeNumbers:
+    """Round a matrix [out, in] float32, given the mean products of its inputs with one another, `squares` [in, in]."""
+    factor, order = inverse_factor(squares)
+    parts = [
+        rounded(weight[first : first + ROWS], squares, factor, order, wanted) for first in range(0, len(weight), ROWS)
+    ]
+    return replace(
+        parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names_of(parts[0])}
+    )
+
+
+def cut(weight: WholeNumbers, parts: Sequence[tuple[str, int]]) -> dict[str, QuantisedWeight]:
+    """The rows of a fused matrix as matrices of their own, by name; `parts` are names and how many rows each has."""
+    found: dict[str, QuantisedWeight] = {}
+    first = 0
+    for name, rows in parts:
+        own = {field: getattr(weight, field)[first : first + rows].clone() for field in names_of(weight)}
+        found[name] = replace(weight, **own)
+        first += rows
+    return found
+
+
+def names_of(weight: WholeNumbers) -> tuple[str, ...]:
+    """The fields that have a row for each of the matrix's."""
+    return ("data", "scale", "zero") if isinstance(weight, Int4Weight) else ("data", "scale")
+
+
+def inverse_factor(squares: Tensor) -> tuple[Tensor, Tensor]:
+    """The upper Cholesky factor of the inverse of `squares`, damped, its columns in the order that is returned, too.
+
+    Row i says how the inputs after the i-th, by that order, make up for an error in the i-th's weights.
+    """
+    wide = squares.double()
+    diagonal = wide.diagonal()
+    order = diagonal.argsort(descending=True)
+    damping = DAMPING * float(diagonal.mean()) or 1.0
+    wide = wide[order][:, order] + damping * torch.eye(len(wide), dtype=torch.float64)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide))
+    return torch.linalg.cholesky(inverse, upper=True).float(), order
+
+
+def rounded(weight: Tensor, squares: Tensor, factor: Tensor, order: Tensor, wanted: Format) -> WholeNumbers:
+    """Round some rows of a matrix; see `compensated`."""
+    found = clipped(weight, wanted, squares.diagonal())
+    columns = weight.shape[1]
+    low, high = (0.0, 15.0) if isinstance(found, Int4Weight) else (-INT8, INT8)
+    scales = spread(found.scale, found.group, columns).T[order].contiguous()  # [in, out], as all below
+    zeros = spread(found.zero, found.group, columns).T[order].contiguous() if isinstance(found, Int4Weight) else None
+    left = weight.T[order].contiguous()
+    data = torch.empty(columns, len(weight), dtype=found.data.dtype)
+    for first in range(0, columns, BLOCK):
+        last = min(first + BLOCK, columns)
+        lost = torch.empty(last - first, len(weight))
+        for i in range(first, last):
+            whole = left[i] / scales[i]
+            whole = whole.round_() if zeros is None else whole.round_().add_(zeros[i])
+            whole = whole.clamp_(low, high)
+            data[i] = whole.to(data.dtype)
+            held = whole if zeros is None else whole - zeros[i]
+            lost[i - first] = (left[i] - held * scales[i]) / factor[i, i]
+            left[i + 1 : last].addr_(factor[i, i + 1 : last], lost[i - first], alpha=-1)
+        left[last:].addmm_(factor[first:last, last:].T, lost, alpha=-1)
+    return replace(found, data=torch.empty_like(data).index_copy_(0, order, data).T.contiguous())

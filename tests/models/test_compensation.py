@@ -1,0 +1,203 @@
+"""Rounding with a text: scales that change no result, errors that are made up for, and a folder that holds the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from reference import gap, plain_backend
+from torch import Tensor
+
+from anycore.cli.convert import words
+from anycore.cli.main import main
+from anycore.contract.backend import Backend
+from anycore.contract.formats import Format
+from anycore.contract.weights import Int4Weight, Int8Weight
+from anycore.errors import ConfigError
+from anycore.models import loader
+from anycore.models.checkpoint import open_checkpoint
+from anycore.models.convert.calibration import Calibration, HostMemory, Walk, calibrate
+from anycore.models.convert.compensation import clipped, compensated, cut
+from anycore.models.convert.products import Held, Inputs, Observer, Product, eight_bits, products
+from anycore.models.convert.scaling import fold, search
+from anycore.models.parameters import canonical, parameters
+from anycore.models.quantised.rounding import quantise
+from anycore.models.source import Source, locate
+from anycore.models.spec import read_spec
+
+TEXT = " ".join(tiny.CORPUS * 12)
+FOUR, EIGHT = Format("int4", 32), Format("int8", 128)
+
+
+def correlated(rows: int = 512, width: int = 128) -> Tensor:
+    """Inputs that mostly lie in a few directions, as hidden states do."""
+    generator = torch.Generator().manual_seed(0)
+    few = torch.randn(rows, 12, generator=generator) @ torch.randn(12, width, generator=generator)
+    return few + 0.3 * torch.randn(rows, width, generator=generator)
+
+
+@pytest.mark.parametrize(("wanted", "kind"), [(FOUR, Int4Weight), (EIGHT, Int8Weight)], ids=["int4", "int8"])
+def test_compensation_beats_rounding_to_the_nearest(wanted: Format, kind: type) -> None:
+    """In the product of other inputs of the same kind than those it was told of; no number leaves its range."""
+    inputs = correlated(1024)
+    told, others = inputs[:512], inputs[512:]
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(1))
+    found = compensated(weight, told.T @ told / len(told), wanted)
+    assert isinstance(found, kind)
+    assert found.data.dtype == quantise(weight, wanted).data.dtype
+    assert int(found.data.max()) <= {"int4": 15, "int8": 127}[wanted.kind]
+
+    def error(rounded: Tensor) -> float:
+        return float((others @ (rounded - weight).T).pow(2).mean())
+
+    nearest = error(quantise(weight, wanted).dense())
+    assert error(found.dense()) < 0.5 * nearest
+    assert error(compensated(weight, torch.zeros(128, 128), wanted).dense()) < 1.2 * nearest  # inputs that never came
+
+
+def test_rows_are_rounded_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(2))
+    inputs = correlated(width=64)
+    squares = inputs.T @ inputs / len(inputs)
+    whole = compensated(weight, squares, FOUR)
+    monkeypatch.setattr("anycore.models.convert.compensation.ROWS", 16)
+    assert torch.equal(compensated(weight, squares, FOUR).dense(), whole.dense())
+    parts = cut(whole, (("a", 30), ("b", 10)))
+    assert torch.equal(torch.cat([parts["a"].dense(), parts["b"].dense()]), whole.dense())
+
+
+def test_a_group_leaves_out_what_does_not_matter() -> None:
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    weight[:, 5] *= 8
+    importance = torch.ones(128)
+    importance[5] = 1e-6
+    for wanted, most in ((FOUR, 0.9), (EIGHT, 0.95)):
+        errors = [
+            float(((rounded.dense() - weight).pow(2) * importance).sum())
+            for rounded in (clipped(weight, wanted, importance), quantise(weight, wanted))
+        ]
+        assert errors[0] < most * errors[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2", "bert"])
+def test_scales_change_no_result(family: str, tmp_path: Path) -> None:
+    """Scaled in one matrix and unscaled in what makes its inputs, a layer's result is the same."""
+    folder = tiny.tiny_bert(tmp_path) if family == "bert" else tiny.tiny_lm(tmp_path, family=family, layers=2)
+    source = locate(str(folder))
+    spec = read_spec(source)
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        model = loader.load(
+            source, spec, Backend(torch.device("cpu"), HostMemory(torch.device("cpu")), Observer()), "float32"
+        )
+        walk = Walk(model, spec, words(source, TEXT)[:2])
+        before = [x for x, _ in walk.layer(0)]
+        found = [*products(model, spec, 0)]
+        assert sum(rows for p in found for _, rows in p.parts) == sum(
+            p.shape[0] for p in parameters(spec) if p.packed and ".0." in p.name
+        )
+        scaled = [product for product in found if product.makers]
+        assert len(scaled) == (1 if family == "bert" else 4)
+        for product in scaled:
+            fold(product, torch.rand(len(product.makers[0][1]), generator=generator) + 0.5)
+        after = [x for x, _ in walk.layer(0)]
+    assert all(gap(one, other) < 2e-5 for one, other in zip(after, before, strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
+
+
+def test_an_outlier_is_scaled_out_of_what_is_rounded() -> None:
+    rows = torch.randn(256, 128, generator=torch.Generator().manual_seed(3))
+    rows[:, 7] *= 60
+    held = Held(torch.randn(64, 128, generator=torch.Generator().manual_seed(4)))
+    norm = torch.ones(128)
+    product = Product((("w", 64),), held, (("norm", norm),))
+    inputs = Inputs(128, every=1)
+    inputs.add(rows)
+    exact = rows @ held.weight.T
+    plain = (eight_bits(rows) @ held.weight.T - exact).pow(2).mean()
+    best = search(product, inputs, EIGHT)
+    assert best is not None
+    fold(product, best)
+    after = (eight_bits(rows * norm) @ quantise(held.weight, EIGHT).dense().T - exact).pow(2).mean()
+    assert float(after) < 0.1 * float(plain)
+
+
+def formats_of(folder: Path) -> dict[str, Format]:
+    spec = read_spec(Source("out", folder))
+    assert spec.stored is not None
+    return dict(spec.stored.formats)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+@pytest.mark.parametrize("kind", ["gemma3", "bert"])
+def test_what_is_written_is_what_was_found(kind: str, scheme: str, tmp_path: Path) -> None:
+    """The folder holds the calibrated weights, number by number, and they are nearer than rounding to the nearest."""
+    folder = tiny.tiny_bert(tmp_path / "m") if kind == "bert" else tiny.tiny_lm(
+        tmp_path / "m", family="gemma3", layers=2, tied=True, hidden=128
+    )  # fmt: skip
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    flags = ["--quantization", scheme, *(["--tables"] if kind == "gemma3" else [])]
+    assert main(["convert", str(folder), str(tmp_path / "out"), *flags, "--calibration", str(text)]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "plain"), *flags]) == 0
+    source = locate(str(folder))
+    spec = read_spec(source)
+    wanted = {
+        name: Format(kind.kind, kind.group or parameter.shape[1])
+        for parameter in parameters(spec)
+        for name, _ in parameter.parts
+        if (kind := formats_of(tmp_path / "out").get(name)) is not None
+    }
+    found = calibrate(source, spec, words(source, TEXT), wanted)
+    assert isinstance(found, Calibration)
+    read = {canonical(name): entry for name, entry in open_checkpoint(locate(str(tmp_path / "out"))).tensors()}
+    assert len(found.weights) >= (3 * 6 if kind == "bert" else 2 * 7)
+    for name, weight in found.weights.items():
+        assert torch.equal(read[name].dense(), weight.dense()), name
+    exact, near, nearest = (hidden(folder) for folder in (folder, tmp_path / "out", tmp_path / "plain"))
+    assert float((near - exact).norm()) < 0.95 * float((nearest - exact).norm())
+
+
+@torch.inference_mode()
+def hidden(folder: Path) -> Tensor:
+    """After the last layer, of a text that calibration was not told of."""
+    source = locate(str(folder))
+    spec = read_spec(source)
+    model = loader.load(source, spec, plain_backend(), "float32")
+    walk = Walk(model, spec, words(source, "Sphinx of black quartz, judge my vow! " * 8))
+    for index in range(spec.layers):
+        walk.go_on(index)
+    return torch.cat([x if residual is None else x + residual for x, residual in walk.states])
+
+
+def test_a_head_of_eight_bits_is_multiplied_as_it_is(tmp_path: Path) -> None:
+    """It has a group of its own in config.json, without activations, and scales a group of 32 inputs."""
+    folder = tiny.tiny_lm(tmp_path / "m", layers=2, hidden=128, tied=True)
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--quantization", "w8a8", "--tables"]) == 0
+    groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert groups["group_0"]["targets"] == ["Linear"]
+    assert groups["group_1"]["targets"] == ["re:.*embed_tokens$", "lm_head"]
+    assert groups["group_1"]["input_activations"] is None
+    formats = formats_of(tmp_path / "out")
+    assert formats.pop("embed_tokens.weight") == Format("int8", 32)
+    assert set(formats.values()) == {Format("int8")}
+    table = {canonical(n): entry for n, entry in open_checkpoint(locate(str(tmp_path / "out"))).tensors()}
+    assert isinstance(table["embed_tokens.weight"], Int8Weight)
+    assert gap(table["embed_tokens.weight"].dense(), loader_table(folder)) < 0.02
+
+
+def loader_table(folder: Path) -> Tensor:
+    table = {canonical(name): entry for name, entry in open_checkpoint(locate(str(folder))).tensors()}
+    found = table["embed_tokens.weight"]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def test_a_text_that_is_too_short(tmp_path: Path) -> None:
+    folder = tiny.tiny_lm(tmp_path, layers=1)
+    source = locate(str(folder))
+    with pytest.raises(ConfigError, match="the text has 7 tokens, 512 are needed"):
+        calibrate(source, read_spec(source), [[5] * 7], {})
