@@ -210,7 +210,7 @@ def ahead_of(places: dict[str, Place], checkpoint: Checkpoint, dtype: str) -> in
     files = Counter[str]()
     for name in places:
         files[checkpoint.file_of(name)] += prod(checkpoint.shapes[name]) * DTYPES[dtype]
-    return min(AHEAD, max(files.values()) // 16)
+    return min(AHEAD, max(files.values()) // 64)
 
 
 def finish(place: Place, whole: Gathered, backend: Backend, what: str) -> Made:

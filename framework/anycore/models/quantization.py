@@ -36,6 +36,10 @@ SENSITIVE_FIRST, SENSITIVE_LAST, MANY_LAYERS = 3, 1, 16
 end. What they multiply holds a few numbers hundreds of times larger than the rest (Sun et al., 2024), beside which a
 scale a token leaves the others nothing: see docs/quantization.md for what that costs.
 """
+ENCODER_LAYERS = 6
+"""In encoders of so many and more, the projections to queries, keys and values of all but the first third: what they
+multiply, a norm's result, has a few columns many times larger than the rest, which no scale can be folded out of.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +178,20 @@ def spelled_out(spec: ModelSpec, scheme: str | None, patterns: Iterable[str]) ->
     if "none" in given and len(given) > 1:
         raise ConfigError("--keep-dense none stands alone", param="keep_dense")
     found = [pattern for pattern in given if pattern not in ("auto", "none")]
-    if "auto" in given and scheme == "w8a8" and spec.attention == "causal" and spec.layers >= MANY_LAYERS:
-        ends = (*range(SENSITIVE_FIRST), *range(spec.layers - SENSITIVE_LAST, spec.layers))
-        found += [f"layers.{layer}.mlp.down_proj" for layer in ends]
+    if "auto" in given and scheme == "w8a8":
+        found += sensitive(spec)
     return found
+
+
+def sensitive(spec: ModelSpec) -> list[str]:
+    """The matrices that w8a8 hurts most."""
+    if spec.family == "encoder":
+        later = range(spec.layers // 3, spec.layers) if spec.layers >= ENCODER_LAYERS else ()
+        return [f"encoder.layer.{layer}.attention.self.qkv" for layer in later]
+    if spec.attention != "causal" or spec.layers < MANY_LAYERS:
+        return []
+    ends = (*range(SENSITIVE_FIRST), *range(spec.layers - SENSITIVE_LAST, spec.layers))
+    return [f"layers.{layer}.mlp.down_proj" for layer in ends]
 
 
 def matched(spec: ModelSpec, patterns: Iterable[str]) -> set[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from anycore.contract.formats import Format
 from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight, QuantisedWeight
 
-CHUNK = 1 << 16
+CHUNK = 1 << 14
 """Elements that are in float32 at a time, or a part of a large matrix: what is rounded is never there twice."""
 PARTS = 32
 
