@@ -34,7 +34,8 @@ def png(rows: Sequence[dict[str, Any]]) -> bytes:
         axes.set_ylim(bottom=0)
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize="small")
-        ticks = chart.ticks or {x: f"{x:g}" for points in chart.series.values() for x, _ in points}
+        ticks: dict[float, str] = {x: f"{x:g}" for points in chart.series.values() for x, _ in points}
+        ticks |= {float(x): name for x, name in chart.ticks.items()}
         axes.set_xticks(list(ticks), list(ticks.values()))
     for axes in list(figure.axes)[len(drawn) :]:
         axes.remove()
