@@ -18,8 +18,10 @@ constexpr int PANEL_ROWS = 5, PANEL_VECTORS = 4;  // 20 sums in 32 registers: a 
 constexpr int PANEL_ROWS = 4, PANEL_VECTORS = 2;  // 8 sums in 16 registers
 #endif
 
-// out[ROWS][32] (+)= x[ROWS][inputs] * panel.
-template <int ROWS, class T>
+constexpr long AHEAD = 4096;  // bytes of a panel that comes from memory, asked for before their turn
+
+// out[ROWS][32] (+)= x[ROWS][inputs] * panel. COLD: the panel comes from memory.
+template <int ROWS, bool COLD, class T>
 void multiply_rows(const T* x, long stride, const T* panel, long inputs, float* out, long out_stride, bool add) {
     constexpr int TOGETHER = sizeof(T) == 2 ? 2 : 1;
     for (int first = 0; first < COLUMNS; first += PANEL_VECTORS * LANES) {
@@ -29,6 +31,8 @@ void multiply_rows(const T* x, long stride, const T* panel, long inputs, float* 
                 totals[r][v] = add ? load(out + r * out_stride + first + v * LANES) : Floats{};
         for (long k = 0; k < inputs; k += TOGETHER) {
             const T* columns = panel + k * COLUMNS + first * TOGETHER;
+            for (int v = 0; COLD && v < PANEL_VECTORS; v++)
+                __builtin_prefetch(reinterpret_cast<const char*>(columns) + AHEAD + v * VECTOR_BYTES);
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < PANEL_VECTORS; v++)
                     totals[r][v] = add_products(totals[r][v], x + r * stride + k, columns + v * LANES * TOGETHER);
@@ -38,20 +42,25 @@ void multiply_rows(const T* x, long stride, const T* panel, long inputs, float* 
     }
 }
 
-template <class T, int... ROWS>
+template <bool COLD, class T, int... ROWS>
 INLINE void multiply_some(long rows, const T* x, long stride, const T* panel, long inputs, float* out, long out_stride,
                           bool add, std::integer_sequence<int, ROWS...>) {
     static_cast<void>(((rows == ROWS + 1 &&
-                        (multiply_rows<ROWS + 1>(x, stride, panel, inputs, out, out_stride, add), true)) ||
+                        (multiply_rows<ROWS + 1, COLD>(x, stride, panel, inputs, out, out_stride, add), true)) ||
                        ...));
 }
 
 template <class T>
 INLINE void multiply_all(long rows, const T* x, long stride, const T* panel, long inputs, float* out, long out_stride,
-                         bool add) {
-    for (long r = 0; r < rows; r += PANEL_ROWS)
-        multiply_some(rows - r < PANEL_ROWS ? rows - r : PANEL_ROWS, x + r * stride, stride, panel, inputs,
-                      out + r * out_stride, out_stride, add, std::make_integer_sequence<int, PANEL_ROWS>());
+                         bool add, bool cold) {
+    constexpr auto choices = std::make_integer_sequence<int, PANEL_ROWS>();
+    for (long r = 0; r < rows; r += PANEL_ROWS, cold = false) {
+        const long some = rows - r < PANEL_ROWS ? rows - r : PANEL_ROWS;
+        const T* from = x + r * stride;
+        float* to = out + r * out_stride;
+        cold ? multiply_some<true>(some, from, stride, panel, inputs, to, out_stride, add, choices)
+             : multiply_some<false>(some, from, stride, panel, inputs, to, out_stride, add, choices);
+    }
 }
 
 #if defined(__AMX_BF16__)
@@ -146,7 +155,7 @@ void copy_padded(const T* x, long rows, long stride, long inputs, T* out) {
 
 void multiply(long rows, const float* x, long stride, const float* panel, long inputs, float* out,
               long out_stride, bool add) {
-    multiply_all(rows, x, stride, panel, inputs, out, out_stride, add);
+    multiply_all(rows, x, stride, panel, inputs, out, out_stride, add, false);
 }
 
 void multiply(long rows, const bf16* x, long stride, const bf16* panel, long inputs, float* out,
@@ -163,7 +172,7 @@ void multiply(long rows, const bf16* x, long stride, const bf16* panel, long inp
     }
     _tile_release();
 #else
-    multiply_all(rows, x, stride, panel, inputs, out, out_stride, add);
+    multiply_all(rows, x, stride, panel, inputs, out, out_stride, add, false);
 #endif
 }
 
@@ -186,8 +195,8 @@ void lay_out(const bf16* x, long rows, long stride, long inputs, bf16* out) {
 #endif
 }
 
-void Blocks::multiply(long rows, const float* x, long stride, const float* panel, long inputs, float* out, bool) {
-    multiply_all(rows, x, stride, panel, inputs, out, COLUMNS, false);
+void Blocks::multiply(long rows, const float* x, long stride, const float* panel, long inputs, float* out, bool cold) {
+    multiply_all(rows, x, stride, panel, inputs, out, COLUMNS, false, cold);
 }
 
 #if defined(__AMX_BF16__)
@@ -208,8 +217,8 @@ Blocks::~Blocks() {
 
 #else
 
-void Blocks::multiply(long rows, const bf16* x, long stride, const bf16* panel, long inputs, float* out, bool) {
-    multiply_all(rows, x, stride, panel, inputs, out, COLUMNS, false);
+void Blocks::multiply(long rows, const bf16* x, long stride, const bf16* panel, long inputs, float* out, bool cold) {
+    multiply_all(rows, x, stride, panel, inputs, out, COLUMNS, false, cold);
 }
 
 Blocks::~Blocks() = default;
