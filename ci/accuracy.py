@@ -1,7 +1,7 @@
 """What rounding costs: perplexity on a fixed text, and the direction of sentence vectors, for every scheme of weights;
 perplexity for every KV cache.
 
-    python ci/accuracy.py FOLDER_OF_A_DECODER ... [--embedder FOLDER] [--schemes dense,w8a8,w4a16,calibrated]
+    python ci/accuracy.py FOLDER_OF_A_DECODER ... [--embedder FOLDER] [--schemes dense,w8a8,w4a16,w4a16-calibrated]
                           [--caches bfloat16,int8,fp8] [--tokens 4096]
 
 Computed in float32 with the contract's plain operations, and the rounding of activations that w8a8 means added to them:
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ WINDOW = 1024
 """Tokens that are predicted from one another."""
 ROWS = 128
 """Rows of logits at a time."""
-SCHEMES = ("dense", "w8a8", "fp8", "w4a16", "calibrated")
+CALIBRATED = "-calibrated"
+SCHEMES = ("dense", "w8a8", "w8a8" + CALIBRATED, "fp8", "w4a16", "w4a16" + CALIBRATED)
 CACHES = ("bfloat16", *KV_CACHES)
 BLOCK = 16
 
@@ -74,13 +75,19 @@ class SchemeOps(Ops):
         return super().embedding_sum([(ids, getattr(table, "dense", table)) for ids, table in terms], scale)
 
 
-def opened(source: Source, spec: ModelSpec, scheme: str) -> Model:
+def tokens(source: Source, text: str) -> tuple[list[int], list[int]]:
+    """The ids of a text, and those that a prompt begins with."""
+    tokenizer = Tokenizer.from_source(source)
+    return tokenizer.encode(text, add_special_tokens=False), tokenizer.encode("")
+
+
+def opened(source: Source, spec: ModelSpec, scheme: str, tables: bool = True) -> Model:
     """A model whose matrices and tables are held in a scheme, or as its files have them."""
     online = None if scheme == "dense" else scheme
     asked = "auto" if spec.stored is not None else online or "none"
     held = spec.stored.scheme if spec.stored is not None else online
     cpu = torch.device("cpu")
-    chosen = quantization(spec, asked, held, 32, tables=True)
+    chosen = quantization(spec, asked, held, 32, tables, keep_dense=("auto",))
     return load(source, spec, Backend(cpu, HostMemory(cpu), SchemeOps()), "float32", quantization=chosen)
 
 
@@ -111,11 +118,11 @@ def hidden(model: Model, ids: list[int], cache: str | None = None) -> Tensor:
 
 
 @torch.inference_mode()
-def perplexity(model: Model, ids: list[int], cache: str | None = None) -> float:
-    """The exponential of the mean loss of every token but the first of each window."""
+def perplexity(model: Model, ids: list[int], cache: str | None = None, begin: Sequence[int] = ()) -> float:
+    """The exponential of the mean loss of every token but the first of each window, which `begin` stands before."""
     total, count = 0.0, 0
     for start in range(0, len(ids), WINDOW):
-        window = ids[start : start + WINDOW]
+        window = [*begin, *ids[start : start + WINDOW]]
         rows, targets = hidden(model, window, cache)[:-1], torch.tensor(window[1:])
         for first in range(0, len(targets), ROWS):
             logits = model.logits(rows[first : first + ROWS])
@@ -130,18 +137,19 @@ def vectors(model: Model, tokenizer: Tokenizer, sentences: list[str]) -> Tensor:
     return F.normalize(torch.stack(pooled), dim=-1)
 
 
-def variants(folder: str, schemes: list[str], group: int) -> Iterator[tuple[str, Source, ModelSpec]]:
-    """Each scheme's name, and the files that it is loaded from."""
+def variants(folder: str, schemes: list[str], group: int, tables: bool) -> Iterator[tuple[str, Source, ModelSpec]]:
+    """Each scheme's name, and the files that it is loaded from; `tables`: those are quantised, too."""
     source = locate(folder)
     for scheme in schemes:
-        if scheme != "calibrated":
+        if not scheme.endswith(CALIBRATED):
             yield scheme, source, read_spec(source)
             continue
         with tempfile.TemporaryDirectory() as scratch:
             text = (TEXTS / "calibration.txt").read_text(encoding="utf-8")
-            asked = Conversion(quantization="w4a16", group=group, calibration=text, tables=True)
+            plain = scheme.removesuffix(CALIBRATED)
+            asked = Conversion(quantization=plain, group=group, calibration=text, tables=tables)
             written = locate(str(convert(folder, Path(scratch) / "model", asked, words, write_extras)))
-            yield "w4a16, calibrated", written, read_spec(written)
+            yield scheme, written, read_spec(written)
 
 
 def main() -> None:
@@ -152,24 +160,25 @@ def main() -> None:
     parser.add_argument("--caches", default=",".join(CACHES))
     parser.add_argument("--tokens", type=int, help="of the text, from its start (default: all)")
     parser.add_argument("--group", type=int, default=32)
+    parser.add_argument("--dense-tables", action="store_true", help="leave embedding tables and tied heads as they are")
     options = parser.parse_args()
     schemes, caches = ([name for name in given.split(",") if name] for given in (options.schemes, options.caches))
     text = (TEXTS / "opticks.txt").read_text(encoding="utf-8")
     print("| model | weights | perplexity | against dense |\n|---|---|---|---|", flush=True)
     for folder in options.decoders:
-        ids, dense = Tokenizer.from_source(locate(folder)).encode(text)[: options.tokens], 0.0
-        for name, source, spec in variants(folder, schemes, options.group):
-            found = perplexity(opened(source, spec, name), ids)
+        (ids, begin), dense = tokens(locate(folder), text), 0.0
+        for name, source, spec in variants(folder, schemes, options.group, not options.dense_tables):
+            found = perplexity(opened(source, spec, name, not options.dense_tables), ids[: options.tokens], None, begin)
             dense = dense or found
             print(f"| {Path(folder).name} | {name} | {found:.3f} | {found / dense - 1:+.2%} |", flush=True)
     print("\n| model | KV cache | perplexity | against float32 |\n|---|---|---|---|", flush=True)
     for folder in options.decoders if caches else ():
         source = locate(folder)
-        ids = Tokenizer.from_source(source).encode(text)[: options.tokens]
+        ids, begin = tokens(source, text)
         model = opened(source, read_spec(source), "dense")
-        exact = perplexity(model, ids)
+        exact = perplexity(model, ids[: options.tokens], None, begin)
         for name in caches:
-            found = perplexity(model, ids, name)
+            found = perplexity(model, ids[: options.tokens], name, begin)
             print(f"| {Path(folder).name} | {name} | {found:.3f} | {found / exact - 1:+.2%} |", flush=True)
     if options.embedder:
         print("\n| model | weights | cosine, mean | cosine, least |\n|---|---|---|---|", flush=True)
@@ -177,8 +186,9 @@ def main() -> None:
         tokenizer, spec = Tokenizer.from_source(source), read_spec(source)
         sentences = [sentence.replace("\n", " ") for sentence in text.split(". ")][:48]
         exact = vectors(opened(source, spec, "dense"), tokenizer, sentences)
-        for name in (scheme for scheme in schemes if scheme not in ("dense", "calibrated")):
-            near = (vectors(opened(source, spec, name), tokenizer, sentences) * exact).sum(-1)
+        named = [scheme for scheme in schemes if scheme != "dense"]
+        for name, files, held in variants(options.embedder, named, options.group, not options.dense_tables):
+            near = (vectors(opened(files, held, name, not options.dense_tables), tokenizer, sentences) * exact).sum(-1)
             print(f"| {Path(options.embedder).name} | {name} | {near.mean():.5f} | {near.min():.5f} |", flush=True)
 
 
