@@ -10,6 +10,7 @@ from backends.cpu_kernels import LEVELS, kernels_of
 from torch import Tensor
 
 from anycore.contract.batch import Batch, Sampling
+from anycore.contract.rounded import RoundedCache
 from anycore_cpu.kernels import ends
 from anycore_cpu.kernels.attention import KernelPlan
 from anycore_cpu.kernels.library import Kernels
@@ -43,6 +44,10 @@ def layer(**changed: Any) -> dict[str, Any]:
     return right | changed
 
 
+def rounded(dtype: torch.dtype, block: int = 4) -> RoundedCache:
+    return RoundedCache(torch.zeros(3, 2, 2, block, 8).to(dtype), torch.zeros(3, 2, 2, block, dtype=BF16))
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.ones(3, 4, 8).half()}, r"float32 or bfloat16, not torch\.float16"),
     ({"k": torch.ones(3, 2, 8, dtype=BF16)}, r"k: .* torch\.float32 \(3, 2, 8\), .* torch\.bfloat16"),
@@ -52,6 +57,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cache": torch.zeros(3, 2, 2, 8, 8)}, r"cache: .* \(3, 2, 2, 4, 8\), .* \(3, 2, 2, 8, 8\)"),
     ({"cache": torch.zeros(3, 2, 2, 4, 8, dtype=BF16)}, r"cache: .* torch\.bfloat16"),
     ({"cache": torch.zeros(3, 2, 2, 8, 4).transpose(3, 4)}, "one run of memory"),
+    ({"cache": rounded(torch.float16)}, r"int8 or float8_e4m3fn, not of torch\.float16"),
+    ({"cache": rounded(torch.int8, block=8)}, r"scales: .* \(3, 2, 2, 4\), .* \(3, 2, 2, 8\)"),
+    (
+        {"cache": RoundedCache(torch.zeros(3, 2, 2, 4, 9).char(), rounded(torch.int8).scale)},
+        r"cache: .*\(3, 2, 2, 4, 9\)",
+    ),
     ({"plan": plan(slots=None)}, "slots and block tables"),
     ({"plan": plan(slots=torch.zeros(2, dtype=torch.int64))}, r"slots: .* \(3,\), .* \(2,\)"),
     ({"plan": plan(slots=torch.zeros(3).int())}, r"slots: .* torch\.int64 .* torch\.int32"),

@@ -110,12 +110,15 @@ def check_layer(
             f"heads of one row lie side by side, {(dim, 1)} apart: {q.stride()}, {k.stride()}, {v.stride()}"
         )
     if cache is not None:
-        data, dtype, whole = cache, q.dtype, True
-        if isinstance(cache, RoundedCache):
-            data, dtype, whole = cache.data, cache.dtype, cache.scale.is_contiguous() and cache.dtype in ROUNDINGS
-            expect("scales", cache.scale, torch.bfloat16, len(data), kv_heads, 2, plan.batch.block_size)
-        expect("cache", data, dtype, len(data), kv_heads, 2, plan.batch.block_size, dim)
-        if plan.slots is None or plan.tables is None or not (whole and data.is_contiguous()):
+        rounded = isinstance(cache, RoundedCache)
+        data = cache.data if isinstance(cache, RoundedCache) else cache
+        parts = [data, cache.scale] if isinstance(cache, RoundedCache) else [data]
+        if rounded and data.dtype not in ROUNDINGS:
+            raise ValueError(f"a rounded cache is of int8 or float8_e4m3fn, not of {data.dtype}")
+        shape = (len(data), kv_heads, 2, plan.batch.block_size)
+        expect("scales", parts[1] if rounded else None, torch.bfloat16, *shape)
+        expect("cache", data, data.dtype if rounded else q.dtype, *shape, dim)
+        if plan.slots is None or plan.tables is None or not all(part.is_contiguous() for part in parts):
             raise ValueError("a cache is one run of memory, and is used with slots and block tables")
     if window is not None and window < 1:
         raise ValueError(f"window: at least 1 token, not {window}")
