@@ -31,7 +31,8 @@ def png(rows: Sequence[dict[str, Any]]) -> bytes:
             axes.plot(xs, ys, marker="o", color=COLOURS[place % len(COLOURS)], label=name)
         axes.set_title(chart.title)
         axes.set_xlabel(chart.label)
-        axes.set_ylim(bottom=0)
+        most = max(y for points in chart.series.values() for _, y in points) or 1.0
+        axes.set_ylim(0, 1.3 * most)  # the names of the servers stand above the lines
         axes.grid(True, alpha=0.3)
         axes.legend(fontsize="small")
         ticks: dict[float, str] = {x: f"{x:g}" for points in chart.series.values() for x, _ in points}
