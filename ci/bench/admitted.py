@@ -58,7 +58,7 @@ def paged(tokens: int, block_size: int, longest: int, budget: int, steps: int, s
             scheduler.add(Request(new, 0, number, prompt + output), float(number))
         due = [entry.request for entry in scheduler.schedule().entries if entry.last]
         for request in due:
-            scheduler.commit(request, rng.randrange(1 << 30))
+            request.tokens.append(rng.randrange(1 << 30))
             if len(request.tokens) == request.max_total:
                 scheduler.remove(request)
                 ended += 1

@@ -53,7 +53,7 @@ class Load:
             if not entry.last:
                 continue
             if not request.is_pooled:
-                self.scheduler.commit(request, 1)
+                request.tokens.append(1)
             if request.is_pooled or len(request.tokens) == request.max_total:
                 self.scheduler.remove(request)
 

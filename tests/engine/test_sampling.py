@@ -113,7 +113,7 @@ def prepared(sampler: Sampler, requests: list[Request]) -> Sampling:
 def row(**params: object):
     """A sequence about to sample its first token."""
     request = sequence(0, [1, 2], **params)  # type: ignore[arg-type]
-    request.num_pending, request.seat = 1, 0
+    request.num_tokens, request.seat = 3, 0
     return request
 
 
@@ -236,6 +236,7 @@ def test_s08_stops_have_probability_zero_before_min_tokens() -> None:
     request.eos_ids = frozenset({1})
     assert sample(torch.tensor([LOGITS]), prepared(sampler, [request])).ids.tolist() == [2]
     request.tokens.append(2)
+    request.num_tokens += 1
     assert sample(torch.tensor([LOGITS]), prepared(sampler, [request])).ids.tolist() == [0]
 
 
@@ -246,6 +247,7 @@ def test_allowed_ids_and_bad_words() -> None:
     request = row(bad_words_ids=((1, 0),), temperature=0.0)
     assert sample(torch.tensor([LOGITS]), prepared(sampler, [request])).ids.tolist() == [0]
     request.tokens.append(1)
+    request.num_tokens += 1
     assert sample(torch.tensor([LOGITS]), prepared(sampler, [request])).ids.tolist() == [1]
 
 

@@ -94,7 +94,7 @@ class Machine:
         for request, token in samples:
             if request.status is Status.FINISHED:
                 continue
-            self.scheduler.commit(request, token)
+            request.tokens.append(token)
             if len(request.tokens) == request.max_total:
                 self.scheduler.remove(request)
 

@@ -24,7 +24,7 @@ SLO = {"ttft": 900.0, "itl": 250.0, "tpot": 120.0}
 
 
 def seconds(step: Step) -> float:
-    return 0.05 + 0.002 * step.rows + 1e-5 * sum(step.positions)
+    return 0.05 + 0.002 * step.rows + 1e-5 * int(step.positions.sum())
 
 
 def same(number: int) -> StepTime:

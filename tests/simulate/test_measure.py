@@ -31,7 +31,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def seconds(step: Step) -> float:
     chunks = sum(chunk.rows * (1 + 0.01 * chunk.start) for chunk in step.chunks)
-    return 1.0 + 0.1 * len(step.decodes) + 0.001 * (sum(step.positions) + len(step.decodes)) + 0.01 * chunks
+    return 1.0 + 0.1 * len(step.decodes) + 0.001 * (int(step.positions.sum()) + len(step.decodes)) + 0.01 * chunks
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])

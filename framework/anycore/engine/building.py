@@ -55,17 +55,17 @@ class BatchBuilder:
             self._places.fill(-1)
             self._places[seats] = np.arange(len(seats))
 
-    def build(self, step: Step, seats: Array, output_rows: Array) -> Batch:
+    def build(self, step: Step, output_rows: Array) -> Batch:
         """Any step. A token that the host has not seen is a request's last, sampled by the step just before.
 
-        `seats` are those of the step's decodes; `output_rows` the rows whose hidden states are wanted.
+        `output_rows` are those whose hidden states are wanted.
         """
         decodes = len(step.decodes)
         chunked = [chunk.request for chunk in step.chunks]
         lens = extended(np.ones(decodes, dtype=np.int64), [chunk.rows for chunk in step.chunks])
-        starts = extended(np.array(step.positions, dtype=np.int64), [chunk.start for chunk in step.chunks])
+        starts = extended(step.positions, [chunk.start for chunk in step.chunks])
         if self.kv is not None:
-            self._seats = extended(seats, [request.seat for request in chunked])
+            self._seats = extended(step.seats, [request.seat for request in chunked])
             self._write_tables(step.decodes, starts[:decodes])
             self.tables.write(chunked)
         ids, unseen, sampled = self._ids(step)

@@ -367,7 +367,7 @@ class Engine:
             deltas.append(delta)
             if len(tokens) == request.num_prompt and self._is_all(request, delta):
                 continue
-            self.scheduler.commit(request, token)
+            tokens.append(token)
             generated += 1
             if logprob is not None:
                 delta.logprobs = [logprob]
@@ -416,7 +416,6 @@ class Engine:
                 delta.prompt_logprobs = [None, *request.prompt_scores]
         if params.max_tokens != 0:
             return False
-        request.num_pending -= 1
         delta.token_ids = []
         self._finish(request, delta, FinishReason.LENGTH)
         return True

@@ -17,6 +17,7 @@ from anycore.contract.declare import Task
 from anycore.errors import BadRequest
 
 if TYPE_CHECKING:
+    from anycore.engine.decodes import Decodes
     from anycore.engine.grammar import GrammarState
     from anycore.engine.searches import Search
 
@@ -299,10 +300,13 @@ class Request:
     """One sequence inside the engine: a list of tokens and a count of how many are computed. Mutable."""
 
     __slots__ = (
+        "_num_computed",
+        "_num_tokens",
         "arrival",
         "blocks",
         "cached",
         "deadline",
+        "decodes",
         "eos_ids",
         "expected",
         "grammar",
@@ -316,14 +320,11 @@ class Request:
         "may_share",
         "needs_host",
         "new",
-        "num_computed",
-        "num_pending",
         "num_prompt",
         "preemptions",
         "prefilled",
         "prompt_scores",
         "published",
-        "quiet_until",
         "sampler",
         "search",
         "seat",
@@ -343,14 +344,14 @@ class Request:
         # Tokens, and how far they are computed.
         self.tokens = list(new.token_ids)  # prompt, then the output that the host has seen
         self.num_prompt = len(new.token_ids)
-        self.num_computed = 0  # rows handed to the device so far
-        self.num_pending = 0  # sampled on the device, not seen by the host: 0 or 1, one more until a step is committed
+        self._num_computed = 0
+        self._num_tokens = self.num_prompt
         self.prefilled = False  # the whole prompt has been handed to the device once
         # Its place in the queues.
         self.key: tuple[float, ...] = ()  # rank under the policy; smaller runs first
         self.status = Status.WAITING
         self.seat = -1  # while it runs: its row in tables of `max_num_seqs` rows
-        self.quiet_until = 0  # computed tokens up to which it decodes one by one and the scheduler has nothing to do
+        self.decodes: Decodes | None = None  # while it goes on with one token a step: they count for it
         self.leader: Request | None = None  # sequence 0, while this one waits to share its prompt's blocks
         self.preemptions = 0
         self.deadline = math.inf
@@ -374,9 +375,29 @@ class Request:
         self.timing = Timing()
 
     @property
+    def num_computed(self) -> int:
+        """Rows handed to the device so far."""
+        return self._num_computed if self.decodes is None else self.decodes.computed[self.seat]
+
+    @num_computed.setter
+    def num_computed(self, number: int) -> None:
+        assert self.decodes is None, "counted by those that decode"
+        self._num_computed = number
+
+    @property
     def num_tokens(self) -> int:
         """Tokens the sequence has, those that only the device has seen included."""
-        return len(self.tokens) + self.num_pending
+        return self._num_tokens if self.decodes is None else self.decodes.computed[self.seat] + 1
+
+    @num_tokens.setter
+    def num_tokens(self, number: int) -> None:
+        assert self.decodes is None, "counted by those that decode"
+        self._num_tokens = number
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens sampled on the device that the host has not seen: 0 or 1, one more until a step's are taken."""
+        return self.num_tokens - len(self.tokens)
 
     @property
     def num_output(self) -> int:

@@ -25,14 +25,12 @@ from anycore.engine.beams import Branch
 from anycore.engine.building import BatchBuilder, extended
 from anycore.engine.request import Request, TokenLogprob
 from anycore.engine.sampler import Sampler
-from anycore.engine.scheduler import Entry, Step
+from anycore.engine.scheduler import NONE, Entry, Step
 from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 Array = np.ndarray[Any, np.dtype[np.int64]]
-
-NONE = np.zeros(0, dtype=np.int64)
 
 LOGIT_ROWS = 64
 """Prompt log-probabilities are taken this many rows at a time, so that [rows, V] tables stay small."""
@@ -129,10 +127,9 @@ class Runner:
             for chunk in step.chunks:  # with one a request comes to its seat; some have no other kind of row
                 if not chunk.request.is_pooled:
                     self.sampler.seat(chunk.request, chunk.request.num_output + (not chunk.last))
-            seats = np.array([request.seat for request in step.decodes], dtype=np.int64)
-            wanted = self._wanted(step, seats)
+            wanted = self._wanted(step)
             sampling = self._sampling(wanted)
-            batch = self.builder.build(step, seats, wanted.rows)
+            batch = self.builder.build(step, wanted.rows)
         batch.plan = self.backend.ops.plan(batch)
         output = self._step(batch, sampling)
         self.padding += batch.padding
@@ -181,8 +178,8 @@ class Runner:
 
     # --- building -----------------------------------------------------------------------------------------------
 
-    def _wanted(self, step: Step, seats: Array) -> Wanted:
-        """Which rows' hidden states are needed, and for what. `seats` are those of the step's decodes."""
+    def _wanted(self, step: Step) -> Wanted:
+        """Which rows' hidden states are needed, and for what."""
         if self._rows == "all":  # pooled over whole requests, none of which is split
             return Wanted(np.arange(step.rows), pooled=[entry.request for entry in step.chunks])
         first = at = len(step.decodes)
@@ -205,7 +202,7 @@ class Runner:
                     wanted.prompt.append((request, entry.start, scored))
             at = end
         wanted.rows = extended(np.arange(first), ends + further)
-        wanted.seats = extended(seats, [request.seat for request in wanted.sampled[first:]])
+        wanted.seats = extended(step.seats, [request.seat for request in wanted.sampled[first:]])
         wanted.only_sampled = len(wanted.rows) == len(wanted.sampled) == len(step.decodes) + len(step.chunks)
         return wanted
 

@@ -1,8 +1,8 @@
-"""Which tokens are computed next. `schedule` makes a step, `commit` takes its results; neither touches a tensor.
+"""Which tokens are computed next. `schedule` makes a step and touches no tensor.
 
 There is no prefill phase and no decode phase: a request has tokens, some of them computed, and each step hands out a
-token budget so that "computed" catches up with "tokens". `schedule` may run again before the previous step's
-`commit`: a token that only the device has seen counts as pending.
+token budget so that "computed" catches up with "tokens". `schedule` may run again before the previous step's tokens
+have come: one that only the device has seen counts among a request's tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
+
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool, root_hash
+from anycore.engine.decodes import Array, Decodes
 from anycore.engine.queue import Queue
 from anycore.engine.request import Request, Status
 from anycore.engine.spread import rows_due
@@ -26,6 +29,8 @@ AGEING_SECONDS = 60.0
 
 LENGTH_WINDOW = 4
 """Unsplit requests: how many times `max_num_seqs` waiting requests are looked at for similar lengths."""
+
+NONE: Array = np.zeros(0, dtype=np.int64)
 
 Policy = Callable[[Request, float], tuple[float, ...]]
 
@@ -56,7 +61,8 @@ class Step:
     """
 
     decodes: list[Request] = field(default_factory=list)  # prompt computed: each goes on with its last token
-    positions: list[int] = field(default_factory=list)  # of those tokens
+    seats: Array = field(default_factory=lambda: NONE)  # theirs
+    positions: Array = field(default_factory=lambda: NONE)  # of those tokens
     chunks: list[Entry] = field(default_factory=list)
 
     @property
@@ -66,7 +72,7 @@ class Step:
     @property
     def entries(self) -> list[Entry]:
         """All that is computed, in packing order."""
-        return [Entry(r, p, 1, True) for r, p in zip(self.decodes, self.positions, strict=True)] + self.chunks
+        return [Entry(r, p, 1, True) for r, p in zip(self.decodes, self.positions.tolist(), strict=True)] + self.chunks
 
 
 class Scheduler:
@@ -88,6 +94,7 @@ class Scheduler:
         self.running: list[Request] = []  # sorted by key
         self.preemptions = 0
         self.deferred = 0  # waiting requests that the last step passed over: what they need was being computed
+        self.decoding = Decodes(limits.max_num_seqs)
         self._seats = list(range(limits.max_num_seqs))
         # Blocks kept free when a new request is admitted, so that running ones can grow a little before preempting.
         self._watermark = max(1, pool.size // 100) if pool else 0
@@ -101,6 +108,7 @@ class Scheduler:
         """Take a request out, finished or aborted, and free its blocks."""
         if request.status is Status.RUNNING:
             self.running.remove(request)
+            self.decoding.drop(request)
             if self.pool is not None:
                 self._publish(request)
                 self._free(request)
@@ -123,11 +131,6 @@ class Scheduler:
                 self.waiting.charge(request, 1)
         return step
 
-    def commit(self, request: Request, token: int) -> None:
-        """Take the token that a step sampled for a request."""
-        request.num_pending -= 1
-        request.tokens.append(token)
-
     # --- paged requests -----------------------------------------------------------------------------------------
 
     def _schedule_running(self, step: Step) -> tuple[int, bool]:
@@ -137,32 +140,32 @@ class Scheduler:
         need a look: the others have a block for their next token and wait for nothing.
         """
         assert self.pool is not None
-        due = [(r, _rows_left(r)) for r in self.running if r.num_computed >= r.quiet_until]
-        decodes = len(self.running) - len(due) + sum(left == 1 for _, left in due)
+        due = self.decoding.due() + [request for request in self.running if request.decodes is None]
+        due.sort(key=_rank)
+        rows_left = [_rows_left(request) for request in due]
+        decodes = len(self.running) - len(due) + rows_left.count(1)
         budget = self.limits.max_num_batched_tokens - decodes
         if self.spreads and decodes and len(self.waiting) <= len(self._seats):
             budget = min(budget, max(self.balanced_rows - decodes, rows_due(self.running, self.waiting)))
         before = self.preemptions
-        for request, left in due:
+        for request, left in zip(due, rows_left, strict=True):
             if left == 0 or request.status is not Status.RUNNING:
-                continue  # it waits for its token, or was preempted by an earlier one in this loop
+                self.decoding.drop(request)  # it waits for its token, or was preempted by an earlier one in this loop
+                continue
             rows = 1 if left == 1 else min(left, budget)
             if rows == 0:
                 continue
             if not self._grow(request, rows):
-                break  # it gave up its own blocks: everyone after it ranks lower still
+                continue  # it gave up its own blocks
             if left == 1 and request.prefilled and not request.needs_host:
                 self._publish(request)
-                request.quiet_until = min(len(request.blocks) * self.pool.block_size, request.max_total - 1)
+                self.decoding.keep(request, min(len(request.blocks) * self.pool.block_size, request.max_total - 1))
                 continue
             if left > 1:
                 budget -= rows
             step.chunks.append(Entry(request, request.num_computed, rows, rows == left))
-        step.decodes = [request for request in self.running if request.num_computed < request.quiet_until]
-        step.positions = [request.num_computed for request in step.decodes]
-        for request in step.decodes:
-            request.num_computed += 1
-            request.num_pending += 1
+        step.decodes, step.seats = self.decoding.requests, self.decoding.seats
+        step.positions = self.decoding.advance()
         return budget, self.preemptions != before
 
     def _grow(self, request: Request, rows: int) -> bool:
@@ -182,8 +185,9 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks and queue it again; its tokens are recomputed later."""
         self.running.remove(request)
+        self.decoding.drop(request)
         self._free(request)
-        request.num_computed = request.quiet_until = 0
+        request.num_computed = 0
         request.status = Status.WAITING
         request.preemptions += 1
         self.preemptions += 1
@@ -265,7 +269,7 @@ class Scheduler:
         if pool is not None and request.num_computed >= (request.published + 1) * pool.block_size:
             self._publish(request)
         if entry.last and not request.is_pooled:
-            request.num_pending += 1
+            request.num_tokens += 1
 
     def _publish(self, request: Request) -> None:
         assert self.pool is not None
@@ -329,11 +333,9 @@ class Scheduler:
 
 def _rows_left(request: Request) -> int:
     """Rows of a running request that the host may schedule now."""
-    tokens = len(request.tokens)
-    if request.num_pending:  # a token is under way that the host has not seen
-        tokens += request.num_pending
-        if tokens >= request.max_total or request.needs_host:
-            return 0
+    tokens = request.num_tokens
+    if tokens > len(request.tokens) and (request.needs_host or tokens >= request.max_total):
+        return 0  # its last token is under way, and the host has not seen it
     return tokens - request.num_computed
 
 

@@ -105,6 +105,7 @@ class Search:
         for index, beam in enumerate(live):
             request = Request(new, index, self._arrival, len(new.token_ids) + length)
             request.tokens += beam.token_ids
+            request.num_tokens = len(request.tokens)
             request.search, request.eos_ids = self, self._eos_ids
             request.needs_host = bool(params.bad_words_ids)
             request.timing, request.deadline = self._timing, self._deadline

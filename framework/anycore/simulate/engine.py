@@ -162,7 +162,6 @@ class VirtualEngine:
         seen.ends.append(now)
         decodes: list[Any] = step.decodes
         for request in decodes:
-            request.num_pending -= 1
             tokens = request.tokens
             tokens.append(request.answer - len(tokens))
             if len(tokens) >= request.max_total:
@@ -185,7 +184,7 @@ class VirtualEngine:
     def _take(self, request: Any, place: int, now: float, finished: list[Any]) -> None:
         """Take the token that the last chunk of a prompt brings: the first one, or the next after a preemption."""
         before = len(request.tokens)
-        self.scheduler.commit(request, request.answer - before)
+        request.tokens.append(request.answer - before)
         self.seen.output_tokens += 1
         if before == request.num_prompt:
             request.first, request.since = now, place

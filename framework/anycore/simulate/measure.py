@@ -67,7 +67,7 @@ class Watched:
 
     def launch(self, step: Step) -> Any:
         chunks = tuple((chunk.start, chunk.rows) for chunk in step.chunks)
-        shape = (len(step.decodes), sum(step.positions) + len(step.decodes), chunks)
+        shape = (len(step.decodes), int(step.positions.sum()) + len(step.decodes), chunks)
         self.launched.append((shape, self.began))
         return self.runner.launch(step)
 

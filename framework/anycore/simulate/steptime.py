@@ -161,7 +161,7 @@ class Fitted:
 
     def __call__(self, step: Step) -> float:
         decodes = len(step.decodes)
-        context = sum(step.positions) + decodes
+        context = int(step.positions.sum()) + decodes
         if step.chunks:
             per_request, per_pair, per_read = self._terms
             seconds = self._context * context + per_request * (decodes + len(step.chunks))
@@ -203,7 +203,7 @@ class Estimated:
     pair_flops: float  # of attention, for a row and a token that it looks back on
 
     def __call__(self, step: Step) -> float:
-        read = pair = sum(step.positions) + len(step.decodes)
+        read = pair = int(step.positions.sum()) + len(step.decodes)
         rows = len(step.decodes)
         for chunk in step.chunks:
             rows += chunk.rows
