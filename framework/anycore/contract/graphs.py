@@ -27,6 +27,11 @@ Replay = Callable[[Batch], None]
 from the host: they renew them first.
 """
 
+FEW = 8
+"""Batches up to so many requests are captured with and without sampling in the warm-up: at low load each capture that
+was put off would hold a request up.
+"""
+
 log = logging.getLogger(__name__)
 
 
@@ -137,7 +142,8 @@ class GraphStep:
                     self.step(self._batch(batch, size, shares=False), self._sampling_of(size))
 
     def _prepare(self, batch: Batch, bucket: int, whole: bool, shares: bool) -> None:
-        """Capture what is missing: at first every bucket with plain sampling, later the one at hand. The desk is clear.
+        """Capture what is missing: at first every bucket with plain sampling, and small ones without any, later the one
+        at hand. The desk is clear.
 
         The first time, which is the warm-up, the other kinds of steps are run once, too: nothing is compiled later.
         """
@@ -151,7 +157,9 @@ class GraphStep:
             self.step(sharing, self._sampling_of(self.buckets[-1]))
         for size in reversed(self.buckets):  # the largest first: later ones then fit into the memory it took
             self._record(batch, size, True, shares)
-        if not whole:
+            if size <= FEW and self.compiles:
+                self._record(batch, size, False, shares)
+        if (bucket, whole, shares) not in self._recorded:
             self._record(batch, bucket, whole, shares)
 
     def _record(self, batch: Batch, bucket: int, whole: bool, shares: bool) -> None:
