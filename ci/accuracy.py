@@ -185,10 +185,12 @@ def main() -> None:
         source = locate(options.embedder)
         tokenizer, spec = Tokenizer.from_source(source), read_spec(source)
         sentences = [sentence.replace("\n", " ") for sentence in text.split(". ")][:48]
-        exact = vectors(opened(source, spec, "dense"), tokenizer, sentences)
+        straight = vectors(opened(source, spec, "dense"), tokenizer, sentences)
         named = [scheme for scheme in schemes if scheme != "dense"]
         for name, files, held in variants(options.embedder, named, options.group, not options.dense_tables):
-            near = (vectors(opened(files, held, name, not options.dense_tables), tokenizer, sentences) * exact).sum(-1)
+            near = (vectors(opened(files, held, name, not options.dense_tables), tokenizer, sentences) * straight).sum(
+                -1
+            )
             print(f"| {Path(options.embedder).name} | {name} | {near.mean():.5f} | {near.min():.5f} |", flush=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,9 +79,8 @@ def compensated(weight: Tensor, squares: Tensor, wanted: Format) -> WholeNumbers
     parts = [
         rounded(weight[first : first + ROWS], squares, factor, order, wanted) for first in range(0, len(weight), ROWS)
     ]
-    return replace(
-        parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names_of(parts[0])}
-    )
+    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names_of(parts[0])}
+    return replace(parts[0], **whole)
 
 
 def cut(weight: WholeNumbers, parts: Sequence[tuple[str, int]]) -> dict[str, QuantisedWeight]:
@@ -88,7 +88,9 @@ def cut(weight: WholeNumbers, parts: Sequence[tuple[str, int]]) -> dict[str, Qua
     found: dict[str, QuantisedWeight] = {}
     first = 0
     for name, rows in parts:
-        own = {field: getattr(weight, field)[first : first + rows].clone() for field in names_of(weight)}
+        own: dict[str, Any] = {
+            field: getattr(weight, field)[first : first + rows].clone() for field in names_of(weight)
+        }
         found[name] = replace(weight, **own)
         first += rows
     return found
