@@ -231,7 +231,8 @@ def main() -> int:
     parser.add_argument("--places", type=int, default=16, help="sequences that run, and that may wait, under overload")
     parser.add_argument("--seconds", type=float, default=300, help="of overload, and of short requests")
     parser.add_argument("--policies", nargs="+", default=["short-first", "fcfs"], help="of short")
-    options, options.flags = parser.parse_known_args()
+    options, flags = parser.parse_known_args()
+    options.flags = flags
     part, number = PARTS[options.part]
     options.number = options.number or number
     return int(part(options) > 0)
