@@ -43,9 +43,10 @@ class CudaBackend(Backend):
         early = early and torch.cuda.get_device_capability(device) >= (9, 0)
         super().__init__(device, memory, CudaOps(memory, processors, early))
         self._pool: Any = None  # a handle of torch's
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def join(self, store: Store, rank: int, size: int, one_host: bool) -> None:
-        self.ops.group = CardGroup(self.collective, self.device, store, rank, size, one_host)
+        self.ops.group = CardGroup(self.collective, self.device, store, rank, size, one_host, self._forget)
 
     def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         if limits.block_size == 0:  # nothing decodes
@@ -68,4 +69,11 @@ class CudaBackend(Backend):
         # Threads of NCCL ask the driver for events meanwhile, which must not end the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
+        self._graphs.append(graph)
         return lambda batch: graph.replay(), output
+
+    def _forget(self) -> None:
+        """Drop all graphs; nothing may be replayed from here on."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()

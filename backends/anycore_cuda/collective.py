@@ -6,6 +6,9 @@ the other card's memory take 7 for one row, and half of NCCL's time for hundreds
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +25,28 @@ SHARED_BYTES = 16 << 20
 ONE_SHOT_BYTES = 256 << 10
 """Up to so many every rank reads all of it and sums it itself; more is summed in parts, which others then read."""
 
+SECONDS = 10.0  # for leaving the group, whose other ranks may have ended already
 ALIGNMENT = 16  # bytes: what is exchanged is a multiple of that, or goes through NCCL
+
+log = logging.getLogger(__name__)
 
 
 class CardGroup(Group):
     """Ranks that own a card each."""
 
-    def __init__(self, kind: str, device: torch.device, store: Store, rank: int, size: int, one_host: bool) -> None:
+    def __init__(
+        self,
+        kind: str,
+        device: torch.device,
+        store: Store,
+        rank: int,
+        size: int,
+        one_host: bool,
+        forget: Callable[[], None],
+    ) -> None:
+        """As `Group`. `forget` drops the graphs that exchanges were captured in: NCCL does not leave before."""
         super().__init__(kind, device, store, rank, size, one_host)
+        self._forget = forget
         self._shared: Tensor | None = None
         """Bytes [SHARED_BYTES]; None: there is no such way between these cards."""
         if one_host and self.least([int(self._reaches_all())])[0]:
@@ -55,8 +72,13 @@ class CardGroup(Group):
         return x
 
     def close(self, lost: bool = False) -> None:
+        self._forget()
         self._shared = None
-        super().close(lost)
+        leaving = Thread(target=super().close, args=(lost,), name="ranks-leave", daemon=True)
+        leaving.start()
+        leaving.join(SECONDS)
+        if leaving.is_alive():
+            log.warning("NCCL has not left its group within %g s: this process can be part of no other one", SECONDS)
 
     def _reaches_all(self) -> bool:
         """Whether this card reads the memory of all others. Ranks of a host have cards in a row."""

@@ -87,7 +87,7 @@ def rounded_product(
 ) -> Tensor:
     """Rows as `round_rows` leaves them times a matrix that is rounded, too."""
     outputs, columns = weight.shape
-    fits = outputs % 16 == 0 and columns % 16 == 0 and dtype != torch.float16
+    fits = outputs % 16 == 0 and columns % 16 == 0 and dtype == torch.bfloat16
     if chip.scaled and weight.kind == "e4m3" and fits and len(numbers) >= LIBRARY_ROWS:
         other = weight.data.view(torch.float8_e4m3fn).t()
         out = torch._scaled_mm(
