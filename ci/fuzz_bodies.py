@@ -56,6 +56,7 @@ TOKENS: list[dict[str, Any]] = [
 FAMILIES: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("lm", "/v1/chat/completions", [{"messages": MESSAGES, **body} for body in CHATS]),
     ("lm", "/v1/responses", RESPONSES),
+    ("lm", "/v1/responses/input_tokens", RESPONSES),
     ("lm", "/v1/messages", [{"max_tokens": 4, **body} for body in ANTHROPIC]),
     ("lm", "/v1/messages/count_tokens", [{"messages": MESSAGES[1:], "system": "be short"}]),
     ("lm", "/v1/completions", COMPLETIONS),
