@@ -22,10 +22,10 @@ class Paced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def launch(self, step: Step) -> Any:
+    def launch(self, step: Step, catch_up: Callable[[], None]) -> Any:
         self._free = max(self._free, self.now) + self.seconds(step)
         self._ends.append(self._free)
-        return self.runner.launch(step)
+        return self.runner.launch(step, catch_up)
 
     def collect(self, launched: Any) -> Any:
         self.now = max(self.now, self._ends.popleft())
