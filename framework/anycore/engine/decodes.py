@@ -28,7 +28,7 @@ class Decodes:
         self.seats: Array = np.zeros(0, dtype=np.int64)
         self._computed: Array = np.zeros(seats, dtype=np.int64)  # tokens, by seat
         self._until: Array = np.zeros(seats, dtype=np.int64)  # up to so many there is nothing to do for it
-        self.computed = memoryview(self._computed)  # the same numbers, faster to read one by one
+        self.computed = self._computed.data  # the same numbers, faster to read one by one
 
     def keep(self, request: Request, until: int) -> None:
         """Let a request go on until so many of its tokens are computed."""
