@@ -25,9 +25,6 @@ class CudaBackend(Backend):
     name = "cuda"
     collective: str = "nccl"
     overlap = True
-    balanced_rows = (
-        256  # an H200 multiplies 180 rows while it reads; a layer of 7b takes 148 us at 144 rows, 183 at 256
-    )
     self_check = False  # it would compile kernels for its own small shapes, which has not been timed on a device yet
 
     def __init__(self, index: int = 0, early: bool = True) -> None:

@@ -94,6 +94,12 @@ class ModelConfig:
         "token budget of one step (default: 2048, at least the longest input where prompts cannot be split)",
         unit="tokens",
     )
+    long_prompt_rows: int | None = setting(
+        None,
+        "tokens of a step that prompts longer than its budget get together while shorter requests run or wait "
+        "(default: what the others leave)",
+        unit="tokens",
+    )
     block_size: int | None = setting(None, "tokens per KV block (default: the backend's)")
     memory_utilization: float | None = setting(
         None,
@@ -112,11 +118,7 @@ class ModelConfig:
         choices=("auto", "fp8", "int8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = setting(True, "share blocks of equal prefixes between requests")
-    scheduling_policy: str = setting(
-        "fcfs",
-        "order of waiting requests; long-first, for throughput alone, spreads prompts over the steps of long answers",
-        choices=("fcfs", "priority", "short-first", "long-first"),
-    )
+    scheduling_policy: str = setting("fcfs", "order of waiting requests", choices=("fcfs", "priority", "short-first"))
     fair_share: bool = setting(
         True, "API keys that wait share the engine by their weights; off: only the scheduling policy orders them"
     )
@@ -173,6 +175,7 @@ class ModelConfig:
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "long_prompt_rows",
             "block_size",
             "kv_cache_memory",
             "threads",

@@ -70,9 +70,9 @@ def test_s02_repetition_penalty_equals_hugging_face(t_lm: Path) -> None:
         {"kv_cache_memory": 12 * 16 * 4096, "max_model_len": 96},
         {"block_size": 4},
         {"scheduling_policy": "short-first"},
-        {"scheduling_policy": "long-first", "max_num_batched_tokens": 16},
+        {"long_prompt_rows": 2, "max_num_batched_tokens": 16},
     ],
-    ids=["company", "chunked", "tight", "preempted", "preempted-cached", "small-blocks", "short-first", "long-first"],
+    ids=["company", "chunked", "tight", "preempted", "preempted-cached", "small-blocks", "short-first", "long-prompts"],
 )
 def test_s01_company_chunks_preemption_and_overlap_change_nothing(
     t_lm: Path, alone: list[list[int]], settings: dict[str, object], overlap: bool

@@ -66,11 +66,13 @@ class Device:
 class Machine:
     """A scheduler, its pool and a device, stepped with or without overlap."""
 
-    def __init__(self, limits: Limits, overlap: bool, policy: str = "fcfs", caching: bool = True) -> None:
+    def __init__(
+        self, limits: Limits, overlap: bool, policy: str = "fcfs", caching: bool = True, long_rows: int | None = None
+    ) -> None:
         self.limits = limits
         self.overlap = overlap
         self.pool = BlockPool(limits.blocks, limits.block_size, caching)
-        self.scheduler = Scheduler(limits, self.pool, policy)
+        self.scheduler = Scheduler(limits, self.pool, policy, long_prompt_rows=long_rows)
         self.device = Device(limits.block_size)
         self.requests: list[Request] = []
         self.now = 0.0
@@ -139,7 +141,8 @@ def work(draw: Callable[..., int]) -> dict[str, object]:
         ),
         "overlap": draw(st.booleans()),
         "caching": draw(st.booleans()),
-        "policy": draw(st.sampled_from(["fcfs", "priority", "short-first", "long-first"])),
+        "policy": draw(st.sampled_from(["fcfs", "priority", "short-first"])),
+        "long_rows": draw(st.sampled_from([None, 1, 3])),
         "seed": draw(st.integers(0, 2**32)),
         "count": draw(st.integers(1, 14)),
     }
@@ -150,7 +153,8 @@ def work(draw: Callable[..., int]) -> dict[str, object]:
 def test_invariants_hold_and_every_sequence_gets_its_own_output(case: dict[str, object]) -> None:
     shape: Limits = case["limits"]  # type: ignore[assignment]
     rng = random.Random(case["seed"])
-    machine = Machine(shape, case["overlap"], case["policy"], case["caching"])  # type: ignore[arg-type]
+    options = (case[name] for name in ("overlap", "policy", "caching", "long_rows"))
+    machine = Machine(shape, *options)  # type: ignore[arg-type]
     prefixes = [[rng.randrange(3) for _ in range(shape.max_model_len)] for _ in range(2)]
     for number in range(case["count"]):  # type: ignore[call-overload]
         prompt = rng.choice(prefixes)[: rng.randint(1, shape.max_model_len - 1)]
@@ -182,6 +186,22 @@ def test_decodes_are_never_stalled_by_a_long_prompt() -> None:
         step = machine.step()
         assert step.entries[0].request.id == "0"
         assert step.rows == 8 or step.entries[-1].last
+
+
+def test_long_prompts_leave_a_step_to_shorter_requests() -> None:
+    machine = Machine(limits(seqs=4, tokens=8, length=64, blocks=200), overlap=False, long_rows=2)
+    first, second = sequence(0, list(range(40)), 2), sequence(1, list(range(100, 140)), 2)
+    machine.add(first)
+    machine.add(second)
+    assert machine.step().chunks[0].rows == 8  # alone, a long prompt has the whole step
+    short = sequence(2, list(range(200, 206)), 4)
+    machine.add(short)
+    step = machine.step()
+    assert {entry.request.id: entry.rows for entry in step.entries} == {"0": 2, "2": 6}
+    assert [entry.rows for entry in machine.step().entries] == [1, 2]  # it decodes beside two rows of the prompt
+    machine.run()
+    for request in (first, second, short):
+        assert request.tokens[request.num_prompt :] == expected_output(request)
 
 
 def test_requests_that_arrive_together_compute_their_shared_prefix_once() -> None:
@@ -246,7 +266,7 @@ def test_a_prompt_that_lost_its_blocks_half_way_does_not_block_its_equals() -> N
     assert all(twin.tokens[24:] == expected_output(twin) for twin in twins)
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "short-first", "long-first"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "short-first"])
 def test_nobody_starves(policy: str) -> None:
     machine = Machine(Limits(1, 16, 32, 4, 9), overlap=False, policy=policy)
     patient = sequence(0, [1] * 16, output=1)
@@ -297,32 +317,3 @@ def test_unsplit_requests_go_whole_by_length_and_in_budget() -> None:
             scheduler.remove(entry.request)
     assert sorted(seen) == sorted(r.id for r in waiting)
     assert {"0"} <= set(seen[:2])  # the first in line is in the first step
-
-
-MANY = Limits(max_num_seqs=48, max_num_batched_tokens=512, max_model_len=200, block_size=4, blocks=2400)
-
-
-def even_batch(policy: str) -> tuple[int, list[int]]:
-    """Steps that 48 requests of many lengths take, and the rows of prompts in each step that also decodes."""
-    rng = random.Random(3)
-    machine = Machine(MANY, overlap=False, policy=policy)
-    machine.scheduler.balanced_rows = 48
-    for number in range(48):
-        prompt = [rng.randrange(9) for _ in range(rng.randint(20, 100))]
-        machine.add(sequence(number, prompt, output=rng.randint(5, 100)))
-    beside = []
-    steps = 0
-    while machine.scheduler.running or machine.scheduler.waiting:
-        step = machine.step()
-        steps += 1
-        if step.decodes:
-            beside.append(sum(chunk.rows for chunk in step.chunks))
-    return steps, beside
-
-
-def test_long_first_takes_as_many_steps_of_more_even_size() -> None:
-    steps, beside = even_batch("long-first")
-    at_once, lumps = even_batch("fcfs")
-    assert steps <= at_once
-    assert max(beside) < max(lumps) / 2
-    assert sum(rows > 0 for rows in beside) > 4 * sum(rows > 0 for rows in lumps)

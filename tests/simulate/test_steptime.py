@@ -51,7 +51,8 @@ def times(steps: list[Measured], **changes: Any) -> StepTimes:
 
 def step_of(decodes: int, context: int, chunks: list[tuple[int, int]]) -> Step:
     """A step of that shape; `context` counts the decodes' own rows."""
-    step = Step([None] * decodes, [context // decodes - 1] * decodes if decodes else [])  # type: ignore[list-item]
+    each = [context // decodes - 1] * decodes if decodes else []
+    step = Step([None] * decodes, positions=np.array(each, dtype=np.int64))  # type: ignore[list-item]
     step.chunks = [Entry(None, start, rows, True) for start, rows in chunks]  # type: ignore[arg-type]
     return step
 

@@ -18,7 +18,6 @@ def main() -> None:
     common = {"task": task, "backend": BACKEND, "memory_utilization": share, "max_queued": 8192}
     common["quantization"] = os.environ.get("SCHEME", "auto")
     common["tensor_parallel_size"] = int(os.environ.get("RANKS", "1"))
-    common["scheduling_policy"] = os.environ.get("POLICY", "fcfs")
     if task == "rerank":
         from anycore.llm import LLM
 

@@ -49,7 +49,9 @@ def main() -> None:
     parser.add_argument("part", choices=("offline", "parallel", "pooled", "start", "http", "table"))
     parser.add_argument("folders", nargs="+", metavar="FOLDER")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--workloads", default=",".join(KINDS), help="offline, parallel: which of them (default: %(default)s)")
+    parser.add_argument(
+        "--workloads", default=",".join(KINDS), help="offline, parallel: which of them (default: %(default)s)"
+    )
     parser.add_argument("--engines", help="not pooled: which of them, by commas, as turns.Worker names them")
     parser.add_argument("--share", type=float, help="of the card, for each engine (default: 0.45; pooled: 0.3)")
     parser.add_argument("--port", type=int, default=8100)
@@ -63,7 +65,9 @@ def main() -> None:
         print("\n".join(table([json.loads(line) for line in lines])))
         return
     for folder in options.folders:
-        run = {"offline": offline, "parallel": parallel, "pooled": pooled, "start": start, "http": serve_both}[options.part]
+        run = {"offline": offline, "parallel": parallel, "pooled": pooled, "start": start, "http": serve_both}[
+            options.part
+        ]
         for row in run(folder, options):
             keep(options.out, row)
 

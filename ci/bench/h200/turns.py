@@ -35,17 +35,15 @@ class Worker:
     """The other side: an engine that is started with the object, and ended by `close`."""
 
     def __init__(self, engine: str, task: str, folder: str, share: float, log: Path) -> None:
-        """`engine`: anycore, vllm or transformers; anycore-tp2 of two ranks, each with the share of a card of its own;
-        anycore-long under long-first."""
+        """`engine`: anycore, vllm or transformers; anycore-tp2 of two ranks, each with that share of its own card."""
         start = time.monotonic()
         self.engine = engine
-        kind, _, ranks = engine.removesuffix("-long").partition("-tp")
-        policy = "long-first" if engine.endswith("-long") else "fcfs"
+        kind, _, ranks = engine.partition("-tp")
         self._log: TextIO = log.open("a")
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / f"engine_{kind}.py"), task, folder, str(share)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-            env=os.environ | {"RANKS": ranks or "1", "POLICY": policy},
+            env=os.environ | {"RANKS": ranks or "1"},
         )  # fmt: skip
         self._answer()
         self.start_seconds = time.monotonic() - start

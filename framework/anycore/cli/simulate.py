@@ -129,7 +129,7 @@ def points_of(options: argparse.Namespace, made: Prepared, times: StepTimes | No
         notes.append("estimated, not measured: no device computes faster than this, most are far from it")
         overlap = False
     settings = Settings(limits, overlap, config.enable_prefix_caching, config.scheduling_policy, config.fair_share,
-                        config.max_queued)  # fmt: skip
+                        config.max_queued, config.long_prompt_rows)  # fmt: skip
     points = []
     for rate, places, replicas in product(options.request_rate, options.max_concurrency, options.engines):
         if options.workload != "random":

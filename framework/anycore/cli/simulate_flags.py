@@ -13,7 +13,8 @@ from anycore.cli.flags import Parser, add_flags, numbers, parse_quantity
 from anycore.config import ModelConfig
 from anycore.errors import ConfigError
 
-FLAGS = (*plan.FLAGS, "enable_prefix_caching", "scheduling_policy", "fair_share", "max_queued")
+FLAGS = (*plan.FLAGS, "enable_prefix_caching", "scheduling_policy", "fair_share", "max_queued",
+         "long_prompt_rows")  # fmt: skip
 PLOTS = (".html", ".svg")
 
 

@@ -169,9 +169,6 @@ class Backend:
     collective: str | None = None  # torch.distributed backend for several ranks: "nccl", "hccl", "gloo"
     self_check = True  # before it serves, the engine compares its operations with exact results
     overlap = False  # True: launches return early, so the engine prepares step n + 1 while step n runs
-    balanced_rows = (
-        64  # of a step: about where products stop to be bound by reading weights, so that more rows cost more
-    )
 
     def __init__(self, device: torch.device, memory: Memory, ops: Ops) -> None:
         self.device = device

@@ -288,7 +288,7 @@ def _engine(
     pool = BlockPool(limits.blocks, limits.block_size, config.enable_prefix_caching) if paged else None
     return (kind or Engine)(
         Runner(model, backend, prepared.task, limits, kv),
-        Scheduler(limits, pool, config.scheduling_policy, config.fair_share, backend.balanced_rows),
+        Scheduler(limits, pool, config.scheduling_policy, config.fair_share, config.long_prompt_rows),
         limits,
         max_queued=config.max_queued,
         timeout=config.request_timeout,

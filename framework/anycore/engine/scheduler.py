@@ -19,10 +19,9 @@ from anycore.engine.blocks import BlockPool, root_hash
 from anycore.engine.decodes import Array, Decodes
 from anycore.engine.queue import Queue
 from anycore.engine.request import Request, Status
-from anycore.engine.spread import rows_due
 
 AGEING_TOKENS = 100
-"""short-first, long-first: a second of waiting weighs as much as this many tokens, so that nobody starves."""
+"""short-first: a second of waiting weighs as much as this many prompt tokens, so that nobody starves."""
 
 AGEING_SECONDS = 60.0
 """priority: this many seconds of waiting weigh as much as one priority level, so that nobody starves."""
@@ -38,7 +37,6 @@ POLICIES: dict[str, Policy] = {
     "fcfs": lambda request, now: (request.arrival,),
     "priority": lambda request, now: (request.new.priority + now / AGEING_SECONDS, request.arrival),
     "short-first": lambda request, now: (request.num_prompt + now * AGEING_TOKENS, request.arrival),
-    "long-first": lambda request, now: (request.num_prompt - request.max_total + now * AGEING_TOKENS, request.arrival),
 }
 """Rank of a request at arrival; smaller runs first. Ageing is linear, so the order of two requests never changes."""
 
@@ -78,18 +76,23 @@ class Step:
 class Scheduler:
     """Queues of one engine. `pool` is None for models without a KV cache, whose requests are never split.
 
-    `policy` orders the requests of one tenant, and what runs; between tenants that wait, `fair` divides. Under
-    long-first prompts are spread over the steps in which others decode, each of `balanced_rows` at least.
+    `policy` orders the requests of one tenant, and what runs; between tenants that wait, `fair` divides. Prompts
+    that do not fit one step get `long_prompt_rows` of it together while shorter requests run or wait beside them.
     """
 
     def __init__(
-        self, limits: Limits, pool: BlockPool | None, policy: str = "fcfs", fair: bool = True, balanced_rows: int = 64
+        self,
+        limits: Limits,
+        pool: BlockPool | None,
+        policy: str = "fcfs",
+        fair: bool = True,
+        long_prompt_rows: int | None = None,
     ) -> None:
         self.limits = limits
         self.pool = pool
         self.policy = POLICIES[policy]
-        self.spreads = policy == "long-first"
-        self.balanced_rows = balanced_rows
+        self.long_prompt_rows = long_prompt_rows
+        self._long_left = 0  # rows that long prompts may still get of the step being made
         self.waiting = Queue(fair)
         self.running: list[Request] = []  # sorted by key
         self.preemptions = 0
@@ -145,14 +148,13 @@ class Scheduler:
         rows_left = [_rows_left(request) for request in due]
         decodes = len(self.running) - len(due) + rows_left.count(1)
         budget = self.limits.max_num_batched_tokens - decodes
-        if self.spreads and decodes and len(self.waiting) <= len(self._seats):
-            budget = min(budget, max(self.balanced_rows - decodes, rows_due(self.running, self.waiting)))
+        self._long_left = self._long_share(budget, decodes)
         before = self.preemptions
         for request, left in zip(due, rows_left, strict=True):
             if left == 0 or request.status is not Status.RUNNING:
                 self.decoding.drop(request)  # it waits for its token, or was preempted by an earlier one in this loop
                 continue
-            rows = 1 if left == 1 else min(left, budget)
+            rows = 1 if left == 1 else self._chunk(request, left, budget)
             if rows == 0:
                 continue
             if not self._grow(request, rows):
@@ -163,10 +165,28 @@ class Scheduler:
                 continue
             if left > 1:
                 budget -= rows
+                self._charge_share(request, rows)
             step.chunks.append(Entry(request, request.num_computed, rows, rows == left))
         step.decodes, step.seats = self.decoding.requests, self.decoding.seats
         step.positions = self.decoding.advance()
         return budget, self.preemptions != before
+
+    def _is_long(self, request: Request) -> bool:
+        """Whether a prompt does not fit one step."""
+        return request.num_prompt > self.limits.max_num_batched_tokens
+
+    def _long_share(self, budget: int, decodes: int) -> int:
+        """Rows of a step that long prompts get together."""
+        if self.long_prompt_rows is None or not (decodes or any(not self._is_long(each) for each in self.waiting)):
+            return budget
+        return min(budget, self.long_prompt_rows)
+
+    def _chunk(self, request: Request, left: int, budget: int) -> int:
+        return min(left, budget, self._long_left) if self._is_long(request) else min(left, budget)
+
+    def _charge_share(self, request: Request, rows: int) -> None:
+        if self._is_long(request):
+            self._long_left -= rows
 
     def _grow(self, request: Request, rows: int) -> bool:
         """Make room for `rows` more tokens, preempting lower ranks; False if the request had to give way itself."""
@@ -200,6 +220,8 @@ class Scheduler:
         for request in self.waiting.turns():
             if budget <= 0 or len(self.running) >= self.limits.max_num_seqs:
                 break
+            if not self._long_left and self._is_long(request):
+                continue  # other long prompts have this step's share
             cached = self._cached(request)
             if cached is None:
                 self.deferred += 1  # what it needs is being computed: it waits a step rather than computing it again
@@ -211,8 +233,9 @@ class Scheduler:
                 break  # nobody overtakes the first in line, or it would starve
             self.waiting.start(request)
             self._start(request, cached)
-            rows = min(request.remaining, budget)
+            rows = self._chunk(request, request.remaining, budget)
             budget -= rows
+            self._charge_share(request, rows)
             grown = self._grow(request, rows)
             assert grown, "admitted without room"
             step.chunks.append(Entry(request, request.num_computed, rows, rows == request.remaining))

@@ -33,6 +33,7 @@ class Settings:
     policy: str = "fcfs"
     fair: bool = True
     max_queued: int = 1024
+    long_prompt_rows: int | None = None
 
 
 class Keyed(BlockPool):
@@ -91,7 +92,7 @@ class VirtualEngine:
         limits = settings.limits
         self.settings = settings
         self.pool = Keyed(limits.blocks, limits.block_size, settings.caching)
-        self.scheduler = Scheduler(limits, self.pool, settings.policy, settings.fair)
+        self.scheduler = Scheduler(limits, self.pool, settings.policy, settings.fair, settings.long_prompt_rows)
         self.seen = Seen()
         self.next_turn = math.inf
         self._seconds = seconds
