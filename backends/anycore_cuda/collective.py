@@ -25,7 +25,7 @@ SHARED_BYTES = 16 << 20
 ONE_SHOT_BYTES = 256 << 10
 """Up to so many every rank reads all of it and sums it itself; more is summed in parts, which others then read."""
 
-SECONDS = 10.0  # for leaving the group, whose other ranks may have ended already
+LEAVING = 10.0  # seconds for leaving the group, whose other ranks may have ended already
 ALIGNMENT = 16  # bytes: what is exchanged is a multiple of that, or goes through NCCL
 
 log = logging.getLogger(__name__)
@@ -76,9 +76,9 @@ class CardGroup(Group):
         self._shared = None
         leaving = Thread(target=super().close, args=(lost,), name="ranks-leave", daemon=True)
         leaving.start()
-        leaving.join(SECONDS)
+        leaving.join(LEAVING)
         if leaving.is_alive():
-            log.warning("NCCL has not left its group within %g s: this process can be part of no other one", SECONDS)
+            log.warning("NCCL has not left its group within %g s: this process can be part of no other one", LEAVING)
 
     def _reaches_all(self) -> bool:
         """Whether this card reads the memory of all others. Ranks of a host have cards in a row."""

@@ -47,6 +47,12 @@ class Module:
         return {node.name: node for node in self.nodes if isinstance(node, ast.FunctionDef)}
 
     @cached_property
+    def imported(self) -> dict[str, str]:
+        """Names that come from another module, and the end of its path."""
+        found = (node for node in self.nodes if isinstance(node, ast.ImportFrom) and node.module)
+        return {n.asname or n.name: f"{node.module.replace('.', '/')}.py" for node in found for n in node.names}  # type: ignore[union-attr]
+
+    @cached_property
     def partials(self) -> dict[str, list[ast.expr]]:
         """Names that stand for a call with its first arguments given: what is called, then those."""
         found = (pair for node in self.nodes if isinstance(node, ast.Assign) for pair in assignments(node))
@@ -80,9 +86,14 @@ class Texts:
         return [placeholder(node)]
 
     def _named(self, module: Module, node: ast.Name) -> list[tuple[Module, ast.expr]]:
+        if found := module.assigned(node.id, node):
+            return [(module, value) for value in found]
+        if (path := module.imported.get(node.id)) is not None:
+            for home in self.modules:
+                if home.place.endswith(path) and (found := home.assigned(node.id, home.tree)):
+                    return [(home, value) for value in found]
         constant = self._constants.get(node.id)
-        found = module.assigned(node.id, node) or ([] if constant is None else [constant])
-        return [(module, value) for value in found]
+        return [] if constant is None else [(module, constant)]
 
     def _returned(self, module: Module, call: ast.Call) -> list[tuple[Module, ast.expr]]:
         """What a function of ours may return, looked for here first, then anywhere; of joined lines, the first."""

@@ -30,6 +30,7 @@ async def conversation(body: ChatBody | TokenizeBody, model: ServedModel) -> Ren
     Raises:
         BadRequest: a field is wrong.
     """
+    assert body.messages is not None  # of what is to be tokenised, who calls has seen to it
     shown = offered(body.tools, body.tool_choice, model.formats).shown
     return await asyncio.to_thread(model.renderer.chat, body.messages, **chat_options(body), tools=shown)
 
