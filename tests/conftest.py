@@ -32,6 +32,13 @@ def pytest_collection() -> Generator[None, object, object]:
         check_once()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file's tests have opened goes with its last one: engines are large, and are circles of references."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+
+
 @pytest.fixture(scope="session")
 def t_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.tiny_lm(tmp_path_factory.mktemp("t-lm"))

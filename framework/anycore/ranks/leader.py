@@ -137,10 +137,10 @@ class Ranks:
                 raise Unavailable(f"of {self.size} ranks {missing} have not come within {PATIENCE:g} s")
         self.hub.tell(Go())
         backend.join(self._store, 0, self.size, self._met is None)
-        shutil.rmtree(self._folder, ignore_errors=True)  # all are connected
 
     def serve(self) -> None:
-        """All are ready."""
+        """All are ready, and nobody looks for the others any more: a rank may still do so after this one has joined."""
+        shutil.rmtree(self._folder, ignore_errors=True)
         self.watch.serve()
 
     def tell(self, message: Told) -> None:
