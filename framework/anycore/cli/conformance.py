@@ -115,7 +115,9 @@ class Tally:
             self.counts[report.outcome] += 1
         if report.failed:
             lines = str(report.longrepr).strip().splitlines()
-            self.failures[report.nodeid.rpartition("::")[2]] = lines[-1] if lines else ""
+            name, why = report.nodeid.rpartition("::")[2], lines[-1] if lines else ""
+            self.failures[name] = why
+            print(f"\nfailed: {name}: {why}", flush=True)  # at once: a run that is broken off has told
 
     def as_dict(self) -> dict[str, Any]:
         kinds = {kind: self.counts[kind] for kind in ("passed", "failed", "skipped")}
