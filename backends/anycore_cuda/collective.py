@@ -1,7 +1,7 @@
 """What ranks on cards of one host exchange: through memory that each lets the others read, where that is faster.
 
 NCCL takes 12 us for a sum over two cards however little is in it, and a layer has two such sums. Kernels that read
-the other card's memory take 7 for one row, and half of NCCL's time for hundreds (two H200s, bfloat16, in graphs).
+the other card's memory take 7 for one row, and 19 instead of 31 for 256 (two H200s, bfloat16, in graphs).
 """
 
 from __future__ import annotations

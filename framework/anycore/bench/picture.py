@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from anycore.bench.plot import COLOURS, charts
+from anycore.bench.plot import COLOURS, charts, title_of
 
 COLUMNS = 2
 PANEL = 5.6, 3.2  # inches of each chart
@@ -24,7 +24,7 @@ def png(rows: Sequence[dict[str, Any]]) -> bytes:
     down = max(math.ceil(len(drawn) / COLUMNS), 1)
     figure = Figure(figsize=(PANEL[0] * COLUMNS, PANEL[1] * down + TITLE), dpi=DOTS, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"{rows[0]['model']}, {rows[0]['endpoint']}")
+    figure.suptitle(title_of(rows))
     for axes, chart in zip(figure.subplots(down, COLUMNS, squeeze=False).flat, drawn, strict=False):
         for place, (name, points) in enumerate(chart.series.items()):
             xs, ys = zip(*points, strict=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from anycore.bench.latencies import LABELS
+
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 300, 70, 46, 34
 COLOURS = ("#1769aa", "#c2410c", "#2e7d32", "#7b1fa2", "#5d4037", "#00838f")
 SHOWN = (
@@ -49,7 +51,7 @@ def charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
             if series:
                 made.append(Chart(title, label, {name: averaged(points) for name, points in series.items()}))
         return made
-    for figure in ("ttft", "tpot", "itl", "e2el"):
+    for figure in LABELS:
         series = {}
         for row in rows:
             if f"median_{figure}_ms" in row:
@@ -60,6 +62,11 @@ def charts(rows: Sequence[dict[str, Any]]) -> list[Chart]:
             drawn = {name: averaged(points) for name, points in series.items()}
             made.append(Chart(f"{figure.upper()} (ms)", "share of the requests below", drawn, ticks))
     return made
+
+
+def title_of(rows: Sequence[dict[str, Any]]) -> str:
+    """What was asked, and how."""
+    return f"{rows[0]['model']}, {rows[0]['endpoint']}"
 
 
 def averaged(points: list[Point]) -> list[Point]:
@@ -106,7 +113,7 @@ def drawing(chart: Chart) -> str:
 
 def page(rows: Sequence[dict[str, Any]], lines: Sequence[str]) -> str:
     """The charts above the same figures as text."""
-    title = f"{rows[0]['model']}, {rows[0]['endpoint']}"
+    title = title_of(rows)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<body style="font-family:sans-serif"><h1>{escape(title)}</h1><div>{"".join(map(drawing, charts(rows)))}</div>'

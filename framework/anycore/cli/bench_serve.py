@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
             raise
         raise ConfigError("bench serve needs aiohttp: pip install 'anycore[bench]'") from error
 
-    draw = drawer(options.plot or ".html")
+    draw = drawer(options.plot) if options.plot else None
     sides = {load.url: load for load in points[0]}
     facts = {}
     for load in sides.values():
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
     table = list(runs.compared(rows, [load.url for load in sides.values()])) if len(rows) > 1 else []
     if table and options.json != "-":
         print("\n".join(table))
-    if options.plot:
+    if draw is not None:
         Path(options.plot).write_bytes(draw(rows, [*text, *table]))
     busy = max(row["generator_busy"] for row in rows)
     if busy > BUSY:

@@ -41,7 +41,6 @@ from anycore.errors import (
     DeadlineExceeded,
     InvalidGrammar,
     NonFiniteOutput,
-    Overloaded,
 )
 
 Clock = Callable[[], float]
@@ -99,11 +98,7 @@ class Engine:
         """
         self._check(new)
         if not self.has_room(new):
-            raise Overloaded(
-                f"the queue is full: {len(self.scheduler.waiting)} sequences wait and {self._max_queued} may; "
-                "retry later or raise --max-queued",
-                retry_after=self._pace.seconds_for(len(self.scheduler.waiting)),
-            )
+            raise self._pace.refusal(len(self.scheduler.waiting), self._max_queued)
         now = self._clock()
         if new.sampling is not None and new.sampling.beams is not None:
             self._begin_search(new, now)

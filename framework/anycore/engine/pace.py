@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from anycore.errors import Overloaded
+
 WINDOW = 30.0  # busy seconds after which what was measured weighs half
 LONGEST = 600  # seconds that anybody is told to wait
 
@@ -25,6 +27,13 @@ class Pace:
         if self._seconds > WINDOW:
             self._ended /= 2
             self._seconds /= 2
+
+    def refusal(self, waiting: int, max_queued: int) -> Overloaded:
+        """What one more request is told when so many sequences wait."""
+        return Overloaded(
+            f"the queue is full: {waiting} sequences wait and {max_queued} may; retry later or raise --max-queued",
+            retry_after=self.seconds_for(waiting),
+        )
 
     def seconds_for(self, sequences: int) -> int:
         """In how many whole seconds so many sequences will have ended, going by the last minute; at least 1."""

@@ -23,6 +23,7 @@ from anycore.engine import alternatives
 from anycore.engine.alternatives import Asking, asking
 from anycore.engine.beams import Branch
 from anycore.engine.building import BatchBuilder, extended
+from anycore.engine.decodes import Array
 from anycore.engine.request import Request, TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.scheduler import NONE, Entry, Step
@@ -30,7 +31,6 @@ from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
-Array = np.ndarray[Any, np.dtype[np.int64]]
 
 LOGIT_ROWS = 64
 """Prompt log-probabilities are taken this many rows at a time, so that [rows, V] tables stay small."""

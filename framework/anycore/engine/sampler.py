@@ -19,6 +19,7 @@ from anycore.contract.backend import Memory
 from anycore.contract.batch import IN_PROMPT, Penalties, Samples, Sampling
 from anycore.contract.desk import Desk
 from anycore.contract.sampling import GREEDY_BELOW
+from anycore.engine.decodes import Array
 from anycore.engine.grammar import Masks
 from anycore.engine.request import Request, SamplingParams
 
@@ -39,7 +40,6 @@ class SamplerState:
 
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
-Seats = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def mixed(z: Words) -> Words:
@@ -67,7 +67,7 @@ def draws(seeds: Words, positions: Words) -> np.ndarray[Any, np.dtype[np.float64
 class Group:
     """The rows of a step and what does not change while the same requests are sampled."""
 
-    seats: Seats  # [R]: of their requests
+    seats: Array  # [R]: of their requests
     sampling: Sampling
     plain: bool  # all of them are
     lasts: float  # further steps in which only the draws change
@@ -123,7 +123,7 @@ class Sampler:
             self._owners[seat] = request
             self._group = None
 
-    def prepare(self, requests: list[Request], seats: Seats) -> Sampling:
+    def prepare(self, requests: list[Request], seats: Array) -> Sampling:
         """One row a request, in order. While requests stay the same, only their draws are made and sent anew."""
         group = self._group
         if group is not None and group.lasts > 0 and np.array_equal(group.seats, seats):
@@ -161,7 +161,7 @@ class Sampler:
         row: np.ndarray[Any, Any] = group.draws[group.drawn - 1]
         return row
 
-    def _new_group(self, requests: list[Request], seats: Seats) -> Group:
+    def _new_group(self, requests: list[Request], seats: Array) -> Group:
         sampling = self._sampling(self._numbers[seats])
         lasts = math.inf
         plain = bool(self._plain[seats].all())

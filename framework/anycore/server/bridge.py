@@ -272,11 +272,7 @@ class EngineClient:
         if len(self._streams) >= self._places:
             self.observer.refused(Overloaded.code)
             max_queued = self.config.max_queued
-            waiting = len(self._streams) - int(self._places) + max_queued
-            raise Overloaded(
-                f"the queue is full: {waiting} sequences wait and {max_queued} may; retry later or raise --max-queued",
-                retry_after=self._pace.seconds_for(waiting),
-            )
+            raise self._pace.refusal(len(self._streams) - int(self._places) + max_queued, max_queued)
         if not self._streams:
             self.heard = time.monotonic()  # it was silent because it had nothing to do
         stream = self._streams[self._mark + request.id] = Stream(self, request)
