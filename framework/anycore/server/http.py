@@ -145,25 +145,26 @@ class HttpServer(uvicorn.Server):
             config.ssl = certificate.context
         super().__init__(config)
 
-    def retire(self) -> None:
-        """Take no new connections; close idle ones now and busy ones after their answer."""
-        for server in self.servers:
-            server.close()
+    async def retire(self) -> None:
+        """Take no new connections, once those that have reached this machine are taken; close idle ones now and busy
+        ones after their answer."""
+        await self._close_port()
         for connection in list(self.server_state.connections):
             if not cast(EnvelopeProtocol, connection).is_parting:
                 connection.shutdown()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close, once what has reached this machine is begun: the system resets what nobody has taken or read.
-
-        Only what comes between the last look and the end of the port is lost still.
-        """
+        """Close, once what has reached this machine is begun: the system resets what nobody has taken or read."""
         if not self.force_exit:
-            await self._catch_up()
-            for server in self.servers:
-                server.close()
-            await self._catch_up()
+            await self._close_port()
         await super().shutdown(sockets)
+
+    async def _close_port(self) -> None:
+        """Only what comes between the last look and the end of the port is lost still."""
+        await self._catch_up()
+        for server in self.servers:
+            server.close()
+        await self._catch_up()
 
     async def _catch_up(self) -> None:
         for _ in range(TURNS):

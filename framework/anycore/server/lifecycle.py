@@ -251,8 +251,8 @@ class Server:
     async def _hand_over(self, http: HttpServer, seconds: float) -> None:
         """Leave new connections to whoever shares the port, and answer all that came before, as if nothing were."""
         log.info("leaving the port to others; %d connections have %g s", len(http.server_state.connections), seconds)
-        http.retire()
         end = asyncio.get_running_loop().time() + seconds
+        await http.retire()
         while http.busy and asyncio.get_running_loop().time() < end and not self._now.is_set():
             await asyncio.sleep(POLL_SECONDS)
 
