@@ -231,6 +231,7 @@ def limits() -> str:
         "`bad_words`": f"{protocol_generate.MAX_BAD_WORDS} strings of {protocol_generate.MAX_TEXT:,} characters",
         "`logit_bias`": f"{MAX_LOGIT_BIAS} ids",
         "`n`": f"{MAX_N}",
+        "`prompt` × `n`": f"{ServerConfig().max_request_sequences:,} sequences (`--max-request-sequences`)",
     }
     rows += [(what, limit, "400, naming the field") for what, limit in arrays.items()]
     return table(("of a request", "at most", "beyond it"), rows)

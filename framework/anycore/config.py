@@ -300,6 +300,7 @@ class ServerConfig:
     )
     allow_credentials: bool = setting(False, "let browsers send cookies and client certificates along")
     max_body_size: int = setting(32 * 2**20, "largest request body in bytes", unit="bytes")
+    max_request_sequences: int = setting(2048, "sequences that one request may ask for: its prompts times its n")
     read_timeout: float = setting(
         60.0,
         "seconds in which a request's headers must come, and then 16 KiB of its body or the rest of it, over and over; "
@@ -351,6 +352,11 @@ class ServerConfig:
         if self.max_body_size < 1024:
             raise ConfigError(
                 f"--max-body-size must be at least 1024 bytes, not {self.max_body_size}", param="max_body_size"
+            )
+        if self.max_request_sequences < 1:
+            raise ConfigError(
+                f"--max-request-sequences must be at least 1, not {self.max_request_sequences}",
+                param="max_request_sequences",
             )
         if self.engine_restarts < 0:
             raise ConfigError(

@@ -39,7 +39,7 @@ def test_a_request_that_the_system_holds_is_answered_before_the_end(taken: bool,
                 await asyncio.sleep(0.01)
             client.sendall(ASK)  # the loop has no turn between this and the end
             await ENDS[end](server, listener)
-            with pytest.raises(OSError):
+            with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(address, 1)
             server.should_exit = True
             await serving

@@ -17,7 +17,7 @@ from anycore.cli.settings import gather
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import ConfigError
 
-KEPT = ("max_body_size", "strict", "log_prompts", "allow_request_template", "log_level")
+KEPT = ("max_body_size", "max_request_sequences", "strict", "log_prompts", "allow_request_template", "log_level")
 """The server's settings that mean something without a port."""
 
 FILES = {

@@ -20,7 +20,7 @@ from anycore.server.prompts import cut_options
 from anycore.server.protocol import responses
 from anycore.server.protocol_completions import CompletionBody
 from anycore.server.protocol_replies import Completion, CompletionChoice
-from anycore.server.sampling import asked_tokens, check_body, sampling_of
+from anycore.server.sampling import asked_tokens, check_body, check_sequences, sampling_of
 from anycore.server.scopes import INFER
 from anycore.server.sse import DONE, EventStream, event, first_of, json_response, unless_gone
 from anycore.server.state import ServedModel
@@ -36,6 +36,7 @@ DEFAULT_MAX_TOKENS = 16  # as in the OpenAI API
 async def completions(request: Request, body: CompletionBody, state: State, caller: Caller) -> Response:
     """Continue one or several prompts; with `stream`, as server-sent events of the same object."""
     model = admit(state, body, body.model, Task.GENERATE)
+    check_sequences(body, state.config.max_request_sequences, len(body.prompt))
     _check(body, model.slot.config.scheduling_policy)
     asked = asked_tokens(body)
     defaults = model.sampling_defaults.values

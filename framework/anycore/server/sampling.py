@@ -88,6 +88,22 @@ def check_body(body: GenerateBody, policy: str) -> None:
         )
 
 
+def check_sequences(body: GenerateBody, most: int, prompts: int = 1) -> None:
+    """Refuse more sequences than one request may ask for, before anything is rendered.
+
+    Raises:
+        BadRequest: naming what there is too much of.
+    """
+    name = "best_of" if body.best_of is not None and body.best_of > body.n else "n"
+    each: int = getattr(body, name)
+    if prompts * each > most:
+        raise BadRequest(
+            f"{prompts} prompt{'s' * (prompts > 1)} with {name} {each} ask for {prompts * each} sequences, a request "
+            f"may ask for {most}: send fewer prompts or a lower {name}, or raise --max-request-sequences",
+            param="prompt" if each == 1 else name,
+        )
+
+
 def asked_tokens(body: GenerateBody) -> int | None:
     """The limit on the output that the request sets, under either name."""
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
