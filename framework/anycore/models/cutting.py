@@ -1,15 +1,31 @@
-"""Cuts a rank's part out of a checkpoint's tensor: a view where it is dense, so that files are read no further."""
+"""Cuts a rank's part out of a checkpoint's tensors: before they are unpacked where their layout allows it.
+
+What is cut after that is a view where it is dense, so that files are read no further, and a quantised matrix that was
+unpacked whole where it is not.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
 
 from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight, QuantisedWeight
 from anycore.errors import Unsupported
-from anycore.models.checkpoint import Entry, Ordered
+from anycore.models.checkpoint import Checkpoint, Entry, Ordered
 from anycore.models.parallel import FLAG, Cut
+
+
+def narrow(checkpoint: Checkpoint, cuts: Mapping[str, Cut]) -> Mapping[str, Cut]:
+    """Let a checkpoint read only a rank's part of its matrices; return the cuts that `cut_out` has to make."""
+    from anycore.models.gguf.weights import GgufCheckpoint
+    from anycore.models.quantised.folder import QuantisedFolder
+    from anycore.models.quantised.slices import narrow as narrow_folder
+
+    if isinstance(checkpoint, GgufCheckpoint):
+        return checkpoint.narrow(cuts)
+    return narrow_folder(checkpoint, cuts) if isinstance(checkpoint, QuantisedFolder) else cuts
 
 
 def cut_out(entry: Entry, cut: Cut, kept: bool, name: str) -> Entry:

@@ -19,6 +19,7 @@ from anycore.contract.declare import DTYPES
 from anycore.contract.weights import DenseWeight, QuantisedWeight
 from anycore.errors import WeightsError
 from anycore.models.checkpoint import Checkpoint, open_checkpoint
+from anycore.models.cutting import narrow
 from anycore.models.decoder import Decoder
 from anycore.models.encoder import Encoder
 from anycore.models.gathering import Gathered, Place, copied, tensors
@@ -68,8 +69,9 @@ def load(
     if whole is not None:
         return WholeModel(spec, whole, dense_modules(source, spec, backend))
     checkpoint = open_checkpoint(source, whole=spec.shard is None)
+    cut = narrow(checkpoint, cuts(spec))
     weights = fill(
-        parameters(spec), checkpoint, spec.architecture, backend, dtype, progress, spec.stored, quantization, cuts(spec)
+        parameters(spec), checkpoint, spec.architecture, backend, dtype, progress, spec.stored, quantization, cut
     )
     if spec.head == "lm" and spec.tied:
         tie(weights, source)

@@ -6,9 +6,10 @@ Matrices stay the whole numbers they are stored as where the contract has a weig
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from anycore.models.gguf.blocks import repack
 from anycore.models.gguf.config import config_of
 from anycore.models.gguf.header import GgufFile, TensorInfo
 from anycore.models.gguf.names import formats_of, tensors_of, type_of
+from anycore.models.parallel import Cut
+from anycore.models.parameters import canonical
 
 CHUNK = 1 << 20  # numbers dequantised at a time: 4 MiB of float32
 
@@ -38,6 +41,7 @@ class GgufCheckpoint:
         self.config = config_of(self.file)
         self._stored = tensors_of(self.file)
         self.shapes = {name: info.shape for name, info in self._stored.items()}
+        self._parts: dict[str, tuple[slice, slice]] = {}  # of the rows and bytes of those that are given in part
         self.formats = formats_of(self._stored)
         self._check_types()
 
@@ -46,14 +50,37 @@ class GgufCheckpoint:
         for name in self._stored:
             yield name, self.weight(name) if name in self.formats else self.tensor(name)
 
+    def narrow(self, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
+        """Give a rank's part of matrices from now on, reading nothing else; return the cuts that are left to be made.
+
+        A cut of inputs inside a block is left, for a block is taken apart as a whole, and so are vectors.
+        """
+        left = dict(cuts)
+        for name, info in self._stored.items():
+            cut = cuts.get(canonical(name))
+            if cut is None or len(info.shape) != 2 or cut.whole != info.shape:  # the loader says what is wrong
+                continue
+            numbers, stored = block_of(info)
+            each = numbers if cut.dim else info.shape[0] // (self._rotated(info) or info.shape[0])
+            if cut.start % each or cut.stop % each:
+                continue
+            if cut.dim:
+                self._parts[name] = (slice(None), slice(cut.start // numbers * stored, cut.stop // numbers * stored))
+                self.shapes[name] = (info.shape[0], cut.stop - cut.start)
+            else:
+                self._parts[name] = (slice(cut.start, cut.stop), slice(None))
+                self.shapes[name] = (cut.stop - cut.start, info.shape[1])
+            del left[canonical(name)]
+        return left
+
     def weight(self, name: str) -> Int4Weight | Int8Weight:
         """Return one matrix as the whole numbers that it is stored as."""
         info = self._stored[name]
         try:
-            weight = repack(self.file.raw(info.name), type_of(info), info.shape[-1])
+            weight = repack(self._raw(name), type_of(info), self.shapes[name][-1])
         except ValueError as error:
             raise WeightsError(f"{self.file.path}: {info.name} {error}") from error
-        heads = self._rotated(info)
+        heads = self._heads(name)
         if heads is None:
             return weight
         data, scale = unpermute(weight.data, heads), unpermute(weight.scale, heads)
@@ -68,18 +95,28 @@ class GgufCheckpoint:
 
         info = self._stored[name]
         kind = GGMLQuantizationType(info.type)
-        raw = self.file.raw(info.name)
-        result = torch.empty((raw.shape[0], info.shape[-1]), dtype=self.dtype)
-        step = max(1, CHUNK // info.shape[-1])
+        raw, shape = self._raw(name), self.shapes[name]
+        result = torch.empty((raw.shape[0], shape[-1]), dtype=self.dtype)
+        step = max(1, CHUNK // shape[-1])
         for start in range(0, raw.shape[0], step):
-            rows = quants.dequantize(raw[start : start + step].reshape(1, -1), kind).reshape(-1, info.shape[-1])
+            rows = quants.dequantize(raw[start : start + step].reshape(1, -1), kind).reshape(-1, shape[-1])
             if self.file.architecture == "gemma3" and info.name.endswith("norm.weight"):
                 rows = rows - np.float32(1)  # the file has 1 + w, as its kernels multiply; transformers has w
             result[start : start + step] = torch.from_numpy(np.require(rows, np.float32, "W"))
         if kind.name not in ("F32", "F16", "BF16") and not bool(torch.isfinite(result).all()):
             raise WeightsError(f"{self.file.path}: {info.name} holds blocks whose scale is NaN or infinite")
+        heads = self._heads(name)
+        return result.reshape(shape) if heads is None else unpermute(result.reshape(shape), heads)
+
+    def _raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """[rows, bytes]: what the file has of a tensor, or of the part of it that is asked for."""
+        return self.file.raw(self._stored[name].name)[self._parts.get(name, ...)]
+
+    def _heads(self, name: str) -> int | None:
+        """How many heads there are whose rows are in another order, if they are."""
+        info = self._stored[name]
         heads = self._rotated(info)
-        return result.reshape(info.shape) if heads is None else unpermute(result.reshape(info.shape), heads)
+        return None if heads is None else heads * self.shapes[name][0] // info.shape[0]
 
     def _rotated(self, info: TensorInfo) -> int | None:
         """How many heads a tensor has whose rows llama.cpp put in another order, if it did."""
@@ -106,6 +143,13 @@ class GgufCheckpoint:
                     "take a file of another quantisation (Q4_K_M, Q8_0, BF16, …)",
                     param="model",
                 ) from error
+
+
+def block_of(info: TensorInfo) -> tuple[int, int]:
+    """Numbers of a block of a tensor's type, and its bytes."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType(info.type)]
 
 
 def unpermute(weight: Tensor, heads: int) -> Tensor:
