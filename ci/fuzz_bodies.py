@@ -45,6 +45,13 @@ EMBEDDINGS: list[dict[str, Any]] = [
     {"input": ["a", "the river"], "encoding_format": "base64", "truncate": "END"},
     {"input": [[5, 6], [7]], "dimensions": 64, "normalize": True},
 ]
+COHERE: list[dict[str, Any]] = [
+    {"texts": ["a", "the river"], "input_type": "search_query", "embedding_types": ["float", "ubinary"]},
+    {"inputs": [{"content": [{"type": "text", "text": "a"}]}], "output_dimension": 64, "truncate": "START"},
+]
+TEI: list[dict[str, Any]] = [{"inputs": ["a", "the river"], "truncate": True, "truncation_direction": "Left"}]
+CLASSES: list[dict[str, Any]] = [{"input": ["a river", "the bank"], "use_activation": False, "truncate": "END"}]
+TEXTS: list[dict[str, Any]] = [{"query": "a river", "texts": ["the bank", "a fox"], "return_text": True}]
 RANKS: list[dict[str, Any]] = [
     {"query": "a river", "documents": ["the bank", {"text": "a fox"}], "top_n": 2, "return_documents": True}
 ]
@@ -61,7 +68,11 @@ FAMILIES: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("lm", "/v1/messages/count_tokens", [{"messages": MESSAGES[1:], "system": "be short"}]),
     ("lm", "/v1/completions", COMPLETIONS),
     ("embed", "/v1/embeddings", EMBEDDINGS),
-    ("rerank", "/rerank /v1/rerank /v2/rerank", RANKS),
+    ("embed", "/v2/embed", COHERE),
+    ("embed", "/embed", TEI),
+    ("rerank", "/classify /v1/classify", CLASSES),
+    ("rerank", "/rerank", RANKS + TEXTS),
+    ("rerank", "/v1/rerank /v2/rerank", RANKS),
     ("rerank", "/score /v1/score", SCORES),
     ("lm", "/tokenize /v1/tokenize", TOKENS),
     ("lm", "/detokenize /v1/detokenize", [{"tokens": [5, 6, 7]}]),

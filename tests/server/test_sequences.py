@@ -29,12 +29,12 @@ def live(t_lm: Path) -> Iterator[Live]:
 @pytest.mark.parametrize(
     ("path", "body", "param", "said"),
     [
-        (COMPLETIONS, {"prompt": ["a"] * 7}, "prompt", "7 prompts with n 1 ask for 7 sequences"),
-        (COMPLETIONS, {"prompt": ["a"] * 3, "n": 3}, "n", "3 prompts with n 3 ask for 9 sequences"),
-        (COMPLETIONS, {"prompt": ["a", "b"], "n": 1, "best_of": 4}, "best_of", "2 prompts with best_of 4 ask for 8"),
-        (COMPLETIONS, {"prompt": ["a"] * 2, "n": 4, "stream": True}, "n", "2 prompts with n 4 ask for 8 sequences"),
-        (CHAT, {"messages": HI, "n": 7}, "n", "1 prompt with n 7 ask for 7 sequences"),
-        (CHAT, {"messages": HI, "best_of": 7, "use_beam_search": True}, "best_of", "1 prompt with best_of 7"),
+        (COMPLETIONS, {"prompt": ["a"] * 7}, "prompt", "n 1 for each of 7 prompts makes 7"),
+        (COMPLETIONS, {"prompt": ["a"] * 3, "n": 3}, "n", "n 3 for each of 3 prompts makes 9"),
+        (COMPLETIONS, {"prompt": ["a"] * 2, "n": 4, "stream": True}, "n", "n 4 for each of 2 prompts makes 8"),
+        (COMPLETIONS, {"prompt": ["a"] * 2, "best_of": 4}, "best_of", "best_of 4 for each of 2 prompts makes 8"),
+        (CHAT, {"messages": HI, "n": 7}, "n", "n 7 for each of 1 prompts makes 7"),
+        (CHAT, {"messages": HI, "best_of": 7, "use_beam_search": True}, "best_of", "best_of 7 for each of 1"),
     ],
 )
 def test_o02_more_sequences_than_a_request_may_have(

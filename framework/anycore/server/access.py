@@ -18,7 +18,7 @@ from anycore.server.visits import Visit
 if TYPE_CHECKING:
     from anycore.server.tracing import Tracer
 
-QUIET = OPEN_ROUTES | {"/metrics"}
+QUIET = OPEN_ROUTES | {"/metrics", "/load"}
 """Paths that are asked for every few seconds: they are neither counted nor, above debug, logged."""
 
 log = logging.getLogger("anycore.access")

@@ -13,9 +13,11 @@ from anycore.server import (
     access,
     admin,
     chat,
+    classify,
     completions,
     console,
     cors,
+    embed,
     embeddings,
     failures,
     gate,
@@ -45,8 +47,10 @@ ROUTERS = (
     responses.router,
     messages.router,
     embeddings.router,
+    embed.router,
     rerank.router,
     score.router,
+    classify.router,
     tokenize.router,
 )
 """Every family of routes. Each module makes its own `router`."""

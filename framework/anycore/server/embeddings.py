@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from numpy.typing import NDArray
 
 from anycore.contract.declare import Task
 from anycore.engine.request import PoolingParams
 from anycore.errors import BadRequest
 from anycore.server.bodies import JsonRoute
-from anycore.server.door import Caller, State, admit, offload, reply_id
+from anycore.server.door import Call, Caller, State, admit, offload, reply_id
 from anycore.server.named import named_as
 from anycore.server.pooled import pooled, usage_of, vector_of
 from anycore.server.protocol import responses
-from anycore.server.protocol_pool import Embedding, EmbeddingBody, Embeddings
+from anycore.server.protocol_pool import Embedding, EmbeddingBody, Embeddings, PoolBody, PoolUsage
 from anycore.server.scopes import INFER
 from anycore.server.sse import json_response, unless_gone
-from anycore.server.state import ServedModel
+from anycore.server.state import ServedModel, ServerState
 from anycore.text.render import Rendered
 
 router = APIRouter(tags=["embed"], route_class=JsonRoute, dependencies=[INFER])
@@ -30,15 +34,14 @@ async def embeddings(request: Request, body: EmbeddingBody, state: State, caller
     """Return one vector an input. Texts get the model's special tokens and prompt; token ids are used as they are."""
     model = admit(state, body, body.model, Task.EMBED)
     params = PoolingParams(dimensions=dimensions_of(model, body.dimensions), normalize=body.normalize)
-    names = [f"input[{i}]" if len(body.input) > 1 else "input" for i in range(len(body.input))]
+    names = names_of(body.input, "input")
+    prompt = body.input_type if body.prompt_name is None else body.prompt_name
     with named_as({} if body.prompt_name is not None else {"prompt_name": "input_type"}):
-        rendered = await offload(sum(len(item) for item in body.input), _render, body, model, names)
-    work = pooled(model, rendered, names, params, body, caller, state.config.log_prompts)
-    answers = await unless_gone(request.receive, work)
+        rendered = await rendered_of(model, body.input, names, prompt, *body.cut())
+    vectors, used = await vectors_of(request, state, caller, model, rendered, names, params, body)
     data: list[Embedding] = []
-    for i, answer in enumerate(answers):
-        vector = vector_of(answer, names[i])
-        written = base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
+    for i, vector in enumerate(vectors):
+        written = in_base64(vector) if body.encoding_format == "base64" else vector.tolist()
         data.append({"object": "embedding", "index": i, "embedding": written})
     reply: Embeddings = {
         "id": f"embd-{reply_id(request, body.request_id)}",
@@ -46,17 +49,61 @@ async def embeddings(request: Request, body: EmbeddingBody, state: State, caller
         "created": int(time.time()),
         "model": body.model or model.names[0],
         "data": data,
-        "usage": usage_of(rendered, answers),
+        "usage": used,
     }
     return json_response(reply)
 
 
-def _render(body: EmbeddingBody, model: ServedModel, names: list[str]) -> list[Rendered]:
-    truncate, side = body.cut()
-    prompt = body.input_type if body.prompt_name is None else body.prompt_name
+def names_of(items: Sequence[Any], field: str) -> list[str]:
+    """What errors call each input."""
+    return [f"{field}[{i}]" if len(items) > 1 else field for i in range(len(items))]
+
+
+async def rendered_of(
+    model: ServedModel,
+    items: Sequence[str | list[int]],
+    names: list[str],
+    prompt: str | None,
+    truncate: int | None,
+    side: str,
+) -> list[Rendered]:
+    """Render texts with the prompt of this name, and ids as they are.
+
+    Raises:
+        BadRequest: naming the input.
+    """
     renderer = model.renderer
-    items = list(zip(body.input, names, strict=True))
-    return list(renderer.each(lambda item: renderer.embedding(item[0], prompt, truncate, side, param=item[1]), items))
+
+    def render() -> list[Rendered]:
+        pairs = list(zip(items, names, strict=True))
+        return list(renderer.each(lambda p: renderer.embedding(p[0], prompt, truncate, side, param=p[1]), pairs))
+
+    return await offload(sum(map(len, items)), render)
+
+
+async def vectors_of(
+    request: Request,
+    state: ServerState,
+    caller: Call,
+    model: ServedModel,
+    rendered: list[Rendered],
+    names: list[str],
+    params: PoolingParams,
+    body: PoolBody,
+) -> tuple[list[NDArray[np.float32]], PoolUsage]:
+    """Return a vector of each input, and what they cost.
+
+    Raises:
+        NonFiniteOutput: naming the input.
+    """
+    work = pooled(model, rendered, names, params, body, caller, state.config.log_prompts)
+    answers = await unless_gone(request.receive, work)
+    vectors = [vector_of(answer, name) for answer, name in zip(answers, names, strict=True)]
+    return vectors, usage_of(rendered, answers)
+
+
+def in_base64(vector: NDArray[np.float32]) -> str:
+    return base64.b64encode(vector.tobytes()).decode()
 
 
 def dimensions_of(model: ServedModel, asked: int | None) -> int | None:

@@ -20,6 +20,7 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "stop_sequences": ("stop",),
     "output_dimension": ("dimensions",),
     "truncate_dim": ("dimensions",),
+    "dimensions": ("output_dimension",),
     "top_k": ("top_n",),
     "return_text": ("return_documents",),
 }

@@ -1,4 +1,4 @@
-"""Routes for operators: live, ready, version, metrics."""
+"""Routes for operators: live, ready, version, load, metrics."""
 
 from __future__ import annotations
 
@@ -54,6 +54,14 @@ def metrics(state: State) -> Response:  # in a thread: it takes milliseconds
     return Response(state.metrics.render(), media_type=CONTENT_TYPE)
 
 
+@router.get("/load", dependencies=[METRICS])
+async def load(state: State) -> dict[str, Any]:
+    """How much is under way: `server_load` counts the requests to models that this front has, as vLLM's does, and each
+    model's figures are its engines' last, of all fronts."""
+    models = [load_of(model) for model in state.models]
+    return {"server_load": sum(model.slot.live for model in state.models), "models": models}
+
+
 _CODES = {Phase.DEAD: "engine_dead", Phase.DRAINING: "shutting_down"}
 
 
@@ -68,6 +76,17 @@ def _report(state: ServerState, bad: bool) -> Response:
         body |= error.envelope()
         headers["Retry-After"] = str(RETRY_SECONDS)
     return JSONResponse(body, status_code=503 if bad else 200, headers=headers)
+
+
+def load_of(model: ServedModel) -> dict[str, Any]:
+    """Return the sequences that run and wait in the engines of a model, and the fullest one's share of KV blocks."""
+    stats = [engine.stats for engine in model.slot.engines]
+    used = [1 - each.blocks_free / each.blocks for each in stats if each.blocks]
+    entry: dict[str, Any] = {"id": model.names[0], "requests": model.slot.live}
+    entry |= {"running": sum(each.running for each in stats), "waiting": sum(each.waiting for each in stats)}
+    if used:
+        entry["kv_cache_usage"] = round(max(used), 4)
+    return entry
 
 
 def status_of(model: ServedModel) -> dict[str, Any]:

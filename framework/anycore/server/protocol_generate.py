@@ -52,6 +52,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "mm_processor_kwargs": (),
     "prompt_embeds": (),
+    "images": (),
     "repetition_detection": (),
     "stop_regex": (),
     "kv_transfer_params": (),

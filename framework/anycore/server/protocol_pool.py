@@ -53,6 +53,26 @@ class PoolBody(Body):
         return tokens, side or self.truncation_side
 
 
+class TeiBody(PoolBody):
+    """What the routes share that are as text-embeddings-inference has them."""
+
+    truncation_direction: Annotated[
+        Literal["left", "right"] | None,
+        BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+        WithJsonSchema({"type": "string", "enum": ["Left", "Right", "left", "right"]}),
+    ] = Field(None, description="the side that is cut; another spelling of truncation_side")
+
+    def cut(self) -> tuple[int | None, str]:
+        tokens, side = super().cut()
+        direction = self.truncation_direction
+        if direction is not None and TRUNCATIONS[self.truncate] not in (None, "", direction):
+            raise BadRequest(
+                f"truncate {self.truncate} cuts the {side}, truncation_direction says {direction}: send one",
+                param="truncation_direction",
+            )
+        return tokens, direction or side
+
+
 class EmbeddingBody(PoolBody):
     input: Annotated[
         list[str | list[int]], BeforeValidator(lambda value: inputs(value, "input")), input_schema("input")
@@ -129,11 +149,22 @@ class RankBody(PoolBody):
     )
 
 
-class RerankBody(RankBody):
+class QueryBody(RankBody):
     query: Annotated[str, Field(min_length=1)]
-    documents: _texts_field("documents")  # type: ignore[valid-type]
     top_n: int | None = Field(None, ge=1, description="results to return; more than there are documents: all")
     return_documents: bool = False
+
+
+class RerankBody(QueryBody):
+    documents: _texts_field("documents")  # type: ignore[valid-type]
+
+
+class RerankEitherBody(QueryBody, TeiBody):
+    """With `texts` and `return_text` the answer is as text-embeddings-inference gives it, with `documents` as Jina."""
+
+    documents: _texts_field("documents") | None = None  # type: ignore[valid-type]
+    texts: _texts_field("texts") | None = None  # type: ignore[valid-type]
+    return_text: bool = False
 
 
 class Document(TypedDict):
@@ -152,6 +183,12 @@ class Rerank(TypedDict):
     results: list[RerankResult]
     usage: PoolUsage
     meta: NotRequired[dict[str, Any]]  # /v2: as Cohere bills, one search unit a request
+
+
+class TextScore(TypedDict):
+    index: int
+    score: float
+    text: NotRequired[str]
 
 
 class ScoreBody(RankBody):

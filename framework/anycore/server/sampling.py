@@ -96,10 +96,11 @@ def check_sequences(body: GenerateBody, most: int, prompts: int = 1) -> None:
     """
     name = "best_of" if body.best_of is not None and body.best_of > body.n else "n"
     each: int = getattr(body, name)
-    if prompts * each > most:
+    count = prompts * each
+    if count > most:
         raise BadRequest(
-            f"{prompts} prompt{'s' * (prompts > 1)} with {name} {each} ask for {prompts * each} sequences, a request "
-            f"may ask for {most}: send fewer prompts or a lower {name}, or raise --max-request-sequences",
+            f"{name} {each} for each of {prompts} prompts makes {count} sequences, a request may ask for {most}: send "
+            f"fewer prompts or a lower {name}, or raise --max-request-sequences",
             param="prompt" if each == 1 else name,
         )
 

@@ -1,0 +1,72 @@
+"""POST /classify and /v1/classify: how likely each label of a classifier is for a text, in vLLM's shape."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from anycore.contract.declare import Task
+from anycore.engine.request import Delta, PoolingParams
+from anycore.errors import NonFiniteOutput, TaskNotSupported
+from anycore.server.bodies import JsonRoute
+from anycore.server.door import Caller, State, admit, reply_id
+from anycore.server.embeddings import names_of, rendered_of
+from anycore.server.pooled import pooled, usage_of
+from anycore.server.protocol import responses
+from anycore.server.protocol_embed import Classification, Classified, ClassifyBody
+from anycore.server.scopes import INFER
+from anycore.server.sse import json_response, unless_gone
+
+if TYPE_CHECKING:
+    from anycore.server.state import ServedModel
+
+router = APIRouter(tags=["classify"], route_class=JsonRoute, dependencies=[INFER])
+
+
+@router.post("/classify", response_model=None, responses=responses(Classification))
+@router.post("/v1/classify", response_model=None, responses=responses(Classification))
+async def classify(request: Request, body: ClassifyBody, state: State, caller: Caller) -> Response:
+    """Return what a classifier makes of each text on its own: a number a label, and the likeliest label."""
+    model = admit(state, body, body.model, Task.RERANK)
+    labels = labels_of(model)
+    names = names_of(body.input, "input")
+    rendered = await rendered_of(model, body.input, names, None, *body.cut())
+    params = PoolingParams(raw_scores=not body.use_activation)
+    work = pooled(model, rendered, names, params, body, caller, state.config.log_prompts)
+    answers = await unless_gone(request.receive, work)
+    reply: Classification = {
+        "id": f"classify-{reply_id(request, body.request_id)}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model or model.names[0],
+        "data": [_entry(i, answer, labels, names[i]) for i, answer in enumerate(answers)],
+        "usage": usage_of(rendered, answers),
+    }
+    return json_response(reply)
+
+
+def labels_of(model: ServedModel) -> list[str]:
+    """The names of a classifier's labels, from its files, in the order of their ids.
+
+    Raises:
+        TaskNotSupported: the model has none.
+    """
+    score = model.spec.score
+    if score is None or score.kind != "classifier":
+        raise TaskNotSupported(
+            f"model {model.names[0]!r} has no labels: this route needs a sequence classifier", param="model"
+        )
+    names = (model.source.read_json("config.json") or {}).get("id2label") or {}
+    return [str(names.get(str(i), f"LABEL_{i}")) for i in range(score.labels)]
+
+
+def _entry(index: int, answer: Delta, labels: list[str], name: str) -> Classified:
+    scores = answer.scores or []
+    if not all(map(math.isfinite, scores)):
+        raise NonFiniteOutput(f"{name}: the score is NaN or infinity", param=name)
+    likeliest = max(range(len(labels)), key=lambda i: scores[i])
+    return {"index": index, "label": labels[likeliest], "probs": scores, "num_classes": len(labels)}

@@ -1,0 +1,97 @@
+"""Bodies and replies of embedding and classification as other servers have them: Cohere's, TEI's and vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from typing_extensions import NotRequired, TypedDict
+
+from anycore.errors import BadRequest
+from anycore.server.protocol import MAX_INPUTS, MAX_TOKEN_ID, Body, input_schema, inputs
+from anycore.server.protocol_pool import PoolBody, PoolUsage, TeiBody
+
+VectorType = Literal["float", "base64", "binary", "ubinary"]
+Inputs = list[str | list[int]]
+Vectors = list[list[float]]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Annotated[str, Field(min_length=1)]
+
+
+class EmbedInput(Body):
+    content: list[TextPart] = Field(min_length=1, max_length=1)
+
+
+class CohereEmbedBody(PoolBody):
+    """Texts are in `texts`, or each as the one text part of one of `inputs`."""
+
+    texts: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=MAX_INPUTS)
+    inputs: list[EmbedInput] | None = Field(None, min_length=1, max_length=MAX_INPUTS)
+    input_type: str | None = Field(
+        None,
+        description="search_query and search_document put the model's prompt for it before each text, classification, "
+        "clustering and the names of the model's own prompts the prompt of that name",
+    )
+    embedding_types: list[VectorType] = Field(["float"], min_length=1)
+    output_dimension: int | None = Field(None, ge=1, le=2**16)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_ID, description="texts are cut to so many tokens")
+    truncate: Annotated[str, BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)] = Field(
+        "END", pattern="^(NONE|START|END)$", description="the side that is cut of texts that are too long; NONE: none"
+    )
+
+    def cut(self) -> tuple[int | None, str]:
+        tokens, side = super().cut()
+        if self.max_tokens is None:
+            return tokens, side
+        if self.truncate == "NONE" or self.truncate_prompt_tokens is not None:
+            other = "truncate NONE" if self.truncate == "NONE" else "truncate_prompt_tokens"
+            raise BadRequest(f"max_tokens says what texts are cut to, as {other} does: send one", param="max_tokens")
+        return self.max_tokens, side
+
+
+class VectorsByType(TypedDict):
+    """base64: of little-endian float32; binary: a bit a number, 1 where it is above 0, eight in one of -128 to 127."""
+
+    float: NotRequired[Vectors]
+    base64: NotRequired[list[str]]
+    binary: NotRequired[list[list[int]]]
+    ubinary: NotRequired[list[list[int]]]
+
+
+class CohereEmbeddings(TypedDict):
+    id: str
+    response_type: Literal["embeddings_by_type"]
+    embeddings: VectorsByType
+    texts: list[str]
+    meta: dict[str, Any]
+
+
+class TeiEmbedBody(TeiBody):
+    inputs: Annotated[Inputs, BeforeValidator(lambda value: inputs(value, "inputs")), input_schema("inputs")]
+    prompt_name: str | None = Field(None, description="a prompt of the model's files, put before each text")
+    normalize: bool = True
+    dimensions: int | None = Field(None, ge=1, le=2**16)
+
+
+class ClassifyBody(PoolBody):
+    input: Annotated[Inputs, BeforeValidator(lambda value: inputs(value, "input")), input_schema("input")]
+    use_activation: bool = Field(True, description="false: logits instead of probabilities")
+
+
+class Classified(TypedDict):
+    index: int
+    label: str  # the likeliest one
+    probs: list[float]  # one a label, in the order of the model's ids
+    num_classes: int
+
+
+class Classification(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classified]
+    usage: PoolUsage
