@@ -13,6 +13,7 @@ from anycore.contract.backend import Backend
 from anycore.contract.check_weights import check_quantised, exact_rows, fp8_weight, int4_weight, int8_weight
 from anycore.contract.weights import Int4Weight, QuantisedWeight
 from anycore_cuda.kernels import quantised_products
+from anycore_cuda.kernels.int4 import nibble_matvec
 from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import dense_product, dense_rows
 from anycore_cuda.kernels.quantised_products import Shape, product
@@ -120,6 +121,19 @@ def test_one_row_with_all_around_it(shape: tuple[int, int]) -> None:
         # A row rounded to e4m3 is off by a sixteenth in places, and so may be either factor of a gate.
         room = 5 * allowed(packed) if gate else 2 * allowed(packed)
         torch.testing.assert_close(out.double(), exact, rtol=room, atol=room)
+
+
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_a_program_goes_from_tile_to_tile(gate: str | None) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight = int4_weight((22, 1100), 1100, torch.float16, generator)  # six tiles of three turns, by two programs
+    packed = opened().ops.pack(weight)
+    x = torch.randn(1, 1100, generator=generator).half()
+    out = nibble_matvec(fix(x, packed)[0], packed, None, torch.float32, 1, gate, shape=(4, 16, 1, 2))
+    exact = x.double() @ exact_rows(weight).T
+    if gate:
+        exact = torch.nn.functional.silu(exact[:, :11]) * exact[:, 11:]
+    torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize(("columns", "group", "width"), [(3584, 128, 32), (576, 64, 8), (352, 16, 4), (1100, 1100, 4)])

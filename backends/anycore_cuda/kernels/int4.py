@@ -14,7 +14,7 @@ from torch import Tensor
 from anycore_cuda.kernels.bytes_of_words import dot4
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
-from anycore_cuda.kernels.matvec import EARLY_BYTES, store_row
+from anycore_cuda.kernels.matvec import rows_of, store_row
 from anycore_cuda.kernels.quantised import Packed
 from anycore_cuda.kernels.quantised_rows import Fixed
 
@@ -43,24 +43,45 @@ def _four(words, ROWS: tl.constexpr, TURN: tl.constexpr):
 
 
 @triton.jit
-def _dot16(a, b, c, d, x_at, inside, total, TURN: tl.constexpr):
-    # total + the products of four words' bytes, which have no sign, with the vector's.
-    e, f, g, h = _four(tl.load(x_at, mask=inside, other=0)[None, :], 1, TURN)
-    return dot4(d, h, dot4(c, g, dot4(b, f, dot4(a, e, total, False), False), False), False)
+def _bytes(x_at, turn, WORDS: tl.constexpr, TURN: tl.constexpr):
+    # The vector's bytes that one half of a turn's words is multiplied with: upper ones, then lower ones.
+    word = turn * (TURN * 4) + tl.arange(0, TURN * 4)
+    a, b, c, d = _four(tl.load(x_at + word, mask=word < WORDS, other=0)[None, :], 1, TURN)
+    e, f, g, h = _four(tl.load(x_at + 2 * WORDS + word, mask=word < WORDS, other=0)[None, :], 1, TURN)
+    return a, b, c, d, e, f, g, h
 
 
 @triton.jit
 def _half(
-    a, b, c, d, pairs, x_at, word, unit, total,
+    a, b, c, d, pairs, x_at, turn, unit, total,
     MASK: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
     # The products of one half of a turn's words, under their scales and offsets.
     a, b, c, d = a & MASK, b & MASK, c & MASK, d & MASK
-    inside = word < WORDS
-    sums = _dot16(a, b, c, d, x_at + word, inside, tl.zeros([ROWS, TURN], tl.int32), TURN)
-    sums = _dot16(a, b, c, d, x_at + 2 * WORDS + word, inside, sums * 256, TURN)
+    e, f, g, h, i, j, k, m = _bytes(x_at, turn, WORDS, TURN)
+    sums = tl.zeros([ROWS, TURN], tl.int32)
+    sums = dot4(d, h, dot4(c, g, dot4(b, f, dot4(a, e, sums, False), False), False), False) * 256
+    sums = dot4(d, m, dot4(c, k, dot4(b, j, dot4(a, i, sums, False), False), False), False)
     scale, offset = tl.split(tl.reshape(pairs.to(tl.float32), [ROWS, TURN, 2]))
     return scale * (sums.to(tl.float32) * unit[None, :]) - offset * total[None, :]
+
+
+@triton.jit
+def _read(
+    data_ptr, scale_ptr, rows, tile, turn,
+    VECTORS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    TURN: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    # The words of one turn of a tile's rows, and the scales and offsets of either half of them.
+    row, known = rows_of(tile, rows, ROWS, GATE)
+    # Two-dimensional and with whole runs in memory, then reshaped: threads keep four words each, neighbours in a row.
+    at = turn * (TURN * 4) + tl.arange(0, TURN * 4)
+    inside = known[:, None] & (at < VECTORS * 4)[None, :]
+    flat = tl.load(data_ptr + row.to(tl.int64)[:, None] * (VECTORS * 4) + at[None, :], mask=inside, other=0)
+    scale_at = scale_ptr + row.to(tl.int64)[:, None] * (GROUPS * 2)
+    first = _pairs(scale_at, turn * TURN, 0, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
+    second = _pairs(scale_at, turn * TURN, 1, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
+    return flat, first, second
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -70,46 +91,54 @@ def _nibble_matvec(
     TURN: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    known = row < rows
-    if GATE is not None:
-        row = row // 2 + row % 2 * (rows // 2)  # in turn of the gate and of what it multiplies
-    # Two-dimensional and with whole runs in memory, then reshaped: threads keep four words each, neighbours in a row.
-    at, vector = tl.arange(0, TURN * 4), tl.arange(0, TURN)
+    TURNS: tl.constexpr = (VECTORS + TURN - 1) // TURN
     WORDS: tl.constexpr = VECTORS * 4
-    data_at = data_ptr + row.to(tl.int64)[:, None] * WORDS + at[None, :]
-    scale_at = scale_ptr + row.to(tl.int64)[:, None] * (GROUPS * 2)
-    # The weights of the first turn are on their way before the vector is there to be read.
-    flat = tl.load(data_at, mask=known[:, None] & (at < WORDS)[None, :], other=0)
-    first = _pairs(scale_at, 0, 0, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
-    second = _pairs(scale_at, 0, 1, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
+    vector = tl.arange(0, TURN)
+    programs = tl.num_programs(0)
+    tiles = (rows + ROWS - 1) // ROWS
+    mine = (tiles - tl.program_id(0) + programs - 1) // programs
+    # The weights of the next turn, of whichever tile, are always on their way: the first before the vector is there.
+    flat, first, second = _read(
+        data_ptr, scale_ptr, rows, tl.program_id(0), 0, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, GATE
+    )
     wait(EARLY)
 
     acc = tl.zeros([ROWS, TURN], tl.float32)
-    for start in range(0, VECTORS, TURN):
+    for step in range(0, mine * TURNS):
+        turn = step % TURNS
         a, b, c, d = _four(flat, ROWS, TURN)
         firsts, seconds = first, second
-        later = (start + TURN) * 4
-        flat = tl.load(data_at + later, mask=known[:, None] & (later + at < WORDS)[None, :], other=0)
-        first = _pairs(scale_at, start + TURN, 0, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
-        second = _pairs(scale_at, start + TURN, 1, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
-        here, word = start + vector, start * 4 + at
+        tile = tl.program_id(0) + (step + 1) // TURNS * programs
+        flat, first, second = _read(
+            data_ptr, scale_ptr, rows, tile, (step + 1) % TURNS, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, GATE
+        )
+        here = turn * TURN + vector
         x_unit = tl.load(unit_ptr + here // 8, mask=here < VECTORS, other=0.0)
         sum_first = tl.load(sum_ptr + here, mask=here < VECTORS, other=0.0)
         sum_second = tl.load(sum_ptr + VECTORS + here, mask=here < VECTORS, other=0.0)
         # The second half's numbers are left where they are in a byte, and so 16 times as large.
         low: tl.constexpr = 0x0F0F0F0F
         high: tl.constexpr = -0x0F0F0F10
-        acc += _half(a, b, c, d, firsts, x_ptr, word, x_unit, sum_first, low, WORDS, ROWS, TURN)
-        acc += _half(a, b, c, d, seconds, x_ptr + WORDS, word, x_unit / 16, sum_second, high, WORDS, ROWS, TURN)
-    store_row(tl.sum(acc, axis=1) * unit, row, known, bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
+        acc += _half(a, b, c, d, firsts, x_ptr, turn, x_unit, sum_first, low, WORDS, ROWS, TURN)
+        acc += _half(a, b, c, d, seconds, x_ptr + WORDS, turn, x_unit / 16, sum_second, high, WORDS, ROWS, TURN)
+        if turn == TURNS - 1:
+            done = tl.program_id(0) + step // TURNS * programs
+            store_row(tl.sum(acc, axis=1) * unit, done, bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
+            acc = tl.zeros([ROWS, TURN], tl.float32)
 
 
-def shape_of(rows: int, columns: int) -> tuple[int, int, int]:
-    """Rows, vectors of 32 numbers a turn, and warps of a program: 16 bytes a thread and row."""
+def shape_of(rows: int, columns: int) -> tuple[int, int, int, int]:
+    """Rows and vectors of 32 numbers a turn, and warps of a program, 16 bytes a thread and row; and how many programs
+    a processor runs at a time.
+    """
     vectors = -(-columns // 32)
     turn = 32 if vectors <= 32 else 64 if vectors <= 128 else 128
-    return 4, turn, turn // 32
+    return 4, turn, turn // 32, 768 // turn
+
+
+def programs_of(tiles: int, most: int) -> int:
+    """So many that each has as many tiles as the others, or one less."""
+    return triton.cdiv(tiles, triton.cdiv(tiles, most))
 
 
 def nibble_matvec(
@@ -117,19 +146,20 @@ def nibble_matvec(
     weight: Packed,
     bias: Tensor | None,
     dtype: torch.dtype,
+    processors: int,
     gate: str | None = None,
-    shape: tuple[int, int, int] | None = None,
+    shape: tuple[int, int, int, int] | None = None,
     early: bool = False,
 ) -> Tensor:
     """A vector as `quantised_rows.fix` makes it times [O, I] → [1, O]; with `gate` act(first half) * second half,
-    [1, O / 2]. `shape`: see `shape_of`.
+    [1, O / 2]. `shape`: see `shape_of`. All programs run at a time and stay, so that those of the next kernel, which
+    start early, take no place from them.
     """
     rows, columns = weight.shape
     out = torch.empty(1, rows if gate is None else rows // 2, dtype=dtype, device=weight.device)
-    each, turn, warps = shape or shape_of(rows, columns)
-    early = early and weight.data.nbytes <= EARLY_BYTES
+    each, turn, warps, resident = shape or shape_of(rows, columns)
     launch(
-        _nibble_matvec, (triton.cdiv(rows, each),),
+        _nibble_matvec, (programs_of(triton.cdiv(rows, each), processors * resident),),
         *x, weight.data, weight.scale, weight.scale if bias is None else bias, out, rows, weight.unit,
         VECTORS=weight.data.shape[1] // 4, WIDTH=weight.width, GROUP=weight.group, GROUPS=weight.groups,
         ROWS=each, TURN=turn, BIAS=bias is not None, GATE=gate, EARLY=early, num_warps=warps, **launch_options(early),

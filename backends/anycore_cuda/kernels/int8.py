@@ -10,7 +10,7 @@ from torch import Tensor
 from anycore_cuda.kernels.bytes_of_words import dot4, four_e4m3
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
-from anycore_cuda.kernels.matvec import EARLY_BYTES, store_row
+from anycore_cuda.kernels.matvec import EARLY_BYTES, rows_of, store_row
 from anycore_cuda.kernels.quantised import Packed
 from anycore_cuda.kernels.quantised_dense import bytes_to_float
 
@@ -54,10 +54,7 @@ def _byte_matvec(
 ):  # fmt: skip
     # With WORDS, columns and all that counts them are words of four bytes.
     let_next_start(EARLY)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    known = row < rows
-    if GATE is not None:
-        row = row // 2 + row % 2 * (rows // 2)  # in turn of the gate and of what it multiplies
+    row, known = rows_of(tl.program_id(0), rows, ROWS, GATE)
     at = tl.arange(0, BLOCK)
     data_at = data_ptr + row.to(tl.int64)[:, None] * COLUMNS + at[None, :]
     scale_at = scale_ptr + row.to(tl.int64)[:, None] * GROUPS
@@ -83,7 +80,7 @@ def _byte_matvec(
         out *= tl.load(row_scale_ptr)
     if GROUP == 0:
         out *= tl.load(scale_ptr + row, mask=known, other=0.0)
-    store_row(out, row, known, bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
+    store_row(out, tl.program_id(0), bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
 
 
 def shape_of(rows: int, columns: int) -> tuple[int, int, int]:

@@ -27,11 +27,20 @@ def _stream(x_ptr, residual_ptr, at, COLUMNS: tl.constexpr, RESIDUAL: tl.constex
 
 
 @triton.jit
-def store_row(
-    out, row, known, bias_ptr, out_ptr, rows, ROWS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr
-):  # fmt: skip
-    """Store a program's results, with bias, and where they are in turn a gate and what it multiplies, their product."""
+def rows_of(tile, rows, ROWS: tl.constexpr, GATE: tl.constexpr):
+    """A tile's rows of the matrix, and which of them it has: with a gate, in turn of it and of what it multiplies."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    known = row < rows
+    if GATE is not None:
+        row = row // 2 + row % 2 * (rows // 2)
+    return row, known
+
+
+@triton.jit
+def store_row(out, tile, bias_ptr, out_ptr, rows, ROWS: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr):
+    """Store a tile's results, with bias, and where they are in turn a gate and what it multiplies, their product."""
     dtype = out_ptr.dtype.element_ty
+    row, known = rows_of(tile, rows, ROWS, GATE)
     if BIAS:
         out += tl.load(bias_ptr + row, mask=known, other=0.0).to(tl.float32)
     if GATE is None:
@@ -39,7 +48,7 @@ def store_row(
     else:
         # Rounded where separate kernels would, so that both ways give the same numbers.
         gate, up = tl.split(tl.reshape(out.to(dtype).to(tl.float32), [ROWS // 2, 2]))
-        out_row = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        out_row = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
         product = activated(gate, GATE).to(dtype).to(tl.float32) * up
         tl.store(out_ptr + out_row, product.to(dtype), mask=out_row < rows // 2)
 
@@ -51,10 +60,7 @@ def _matvec(
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, GATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    known = row < rows
-    if GATE is not None:
-        row = row // 2 + row % 2 * (rows // 2)  # in turn of the gate and of what it multiplies
+    row, known = rows_of(tl.program_id(0), rows, ROWS, GATE)
     at = tl.arange(0, BLOCK)
     weight_at = weight_ptr + row.to(tl.int64)[:, None] * COLUMNS + at[None, :]
     # The weights of the first turn are on their way before the vector is there to be read.
@@ -83,7 +89,7 @@ def _matvec(
         acc += tile.to(tl.float32) * x.to(tl.float32)[None, :]
         tile = tl.load(weight_at + start + BLOCK, mask=known[:, None] & (following < COLUMNS)[None, :], other=0.0)
 
-    store_row(tl.sum(acc, axis=1), row, known, bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
+    store_row(tl.sum(acc, axis=1), tl.program_id(0), bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
 
 
 def shape_of(rows: int, columns: int) -> tuple[int, int, int]:

@@ -115,7 +115,7 @@ def _vector(
     """One row, normed if there is a `scale`: a small kernel prepares it once for the many programs that multiply."""
     if weight.kind == "int4":
         fixed, total = fix(x, weight, residual, scale, eps, chip.early)
-        return nibble_matvec(fixed, weight, bias, dtype, gate, early=chip.early), total
+        return nibble_matvec(fixed, weight, bias, dtype, chip.processors, gate, early=chip.early), total
     row_scale: Tensor | None = None
     if weight.rounds:
         x, row_scale, total = round_rows(x, weight.kind, residual, scale, eps, chip.early)

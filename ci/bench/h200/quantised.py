@@ -215,7 +215,7 @@ def jobs(backend: CudaBackend, where: str, name: str, counts: tuple[int, ...], t
         yield job("as it is", lambda w, x=x: quantised_linear.linear(x, w, None, chip))
         first = copies[0]
         if rows == 1:
-            alone = _alone(first, x, chip.early)
+            alone = _alone(first, x, chip)
             yield job("product alone", partial(alone, None))
             if where in ("qkv", "gate_up"):
                 more = (norm, 1e-6), (None, "silu" if where == "gate_up" else None, chip)
@@ -252,7 +252,12 @@ def jobs(backend: CudaBackend, where: str, name: str, counts: tuple[int, ...], t
 
 
 VECTORS = {
-    "int4": ((4, 32, 1), (4, 64, 2), (4, 128, 4), (8, 32, 1), (8, 64, 2), (8, 128, 4), (2, 128, 4)),
+    "int4": (
+        *((4, 64, 2, n) for n in (6, 8, 10, 12, 14)), *((4, 128, 4, n) for n in (3, 4, 5, 6, 7)),
+        *((4, 32, 1, n) for n in (12, 16, 20, 24, 28)), *((8, 16, 1, n) for n in (12, 16, 20, 24)),
+        *((4, 16, 1, n) for n in (16, 24, 32)), *((8, 32, 2, n) for n in (6, 8, 10)),
+        *((2, 128, 4, n) for n in (6, 8)), (8, 64, 4, 4), (8, 32, 1, 16),
+    ),
     "byte": ((4, 512, 1), (4, 1024, 2), (4, 2048, 4), (8, 1024, 2), (8, 2048, 4), (2, 2048, 4), (2, 4096, 8)),
 }
 
@@ -273,13 +278,13 @@ def _short(shape: Shape) -> str:
     return "outputs rows turn warps stages splits " + " ".join(map(str, numbers))
 
 
-def _alone(packed: Packed, x: Tensor, early: bool) -> Callable[[tuple[int, int, int] | None, Packed], Tensor]:
+def _alone(packed: Packed, x: Tensor, chip: quantised_linear.Chip) -> Callable[[Any, Packed], Tensor]:
     """One row's product, by shape, without what prepares the row."""
     if packed.kind == "int4":
         fixed, _ = fix(x, packed)
-        return lambda shape, w: nibble_matvec(fixed, w, None, BF16, shape=shape, early=early)
+        return lambda shape, w: nibble_matvec(fixed, w, None, BF16, chip.processors, shape=shape, early=chip.early)
     numbers, scale = round_rows(x, packed.kind)[:2] if packed.rounds else (x, None)
-    return lambda shape, w: byte_matvec(numbers, w, scale, None, BF16, shape=shape, early=early)
+    return lambda shape, w: byte_matvec(numbers, w, scale, None, BF16, shape=shape, early=chip.early)
 
 
 def _tiles(x: Tensor, scale: Tensor | None, processors: int, shape: Shape, packed: Packed) -> Tensor:

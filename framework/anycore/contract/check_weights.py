@@ -15,8 +15,9 @@ from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight, Weight
 ROUNDED = 4e-2
 """Absolute error allowed where a row of numbers near 1 may be rounded to int8."""
 
-ROUNDED_FP8 = 1.2e-1
-"""The same for e4m3, which has three bits behind the point."""
+ROUNDED_FP8 = 2e-1
+"""The same for e4m3, which has three bits behind the point: a number is off by a 28th of itself on average, and so a
+row of results near 1.5 by 0.054. Of thousands of results one may well be off by more than twice that."""
 
 SHAPES = ((64, 256), (48, 96), (33, 64), (8, 32))
 """[out, in]: several groups, few outputs, an odd number of them, and a single group."""
