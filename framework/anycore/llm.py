@@ -215,7 +215,7 @@ class LLM:
         """Return one vector for each text, in order."""
         self._need(Task.EMBED)
         items = _listed(texts)
-        rendered = self.renderer.each(lambda item: self.renderer.embedding(item, prompt_name, truncate), items)
+        rendered = self.renderer.each(lambda item: self.renderer.embedding_draft(item, prompt_name, truncate), items)
         params = PoolingParams(dimensions=dimensions, normalize=normalize)
         return [vector.tolist() for vector in self._vectors(rendered, len(items), params)]
 
@@ -252,7 +252,7 @@ class LLM:
         if self.spec.score is not None and self.spec.score.kind == "cosine":
             return self._cosines(queries, documents, instruction, truncate)
         pairs = list(zip(queries, documents, strict=True))
-        rendered = self.renderer.each(lambda pair: self.renderer.pair(*pair, instruction, truncate), pairs)
+        rendered = self.renderer.each(lambda pair: self.renderer.pair_draft(*pair, instruction, truncate), pairs)
         deltas = self._pooled(rendered, len(pairs), PoolingParams(raw_scores=raw_scores))
         return [delta.scores[-1] for delta in deltas if delta.scores is not None]  # of two labels, "relevant"
 
@@ -261,8 +261,8 @@ class LLM:
     ) -> list[float]:
         """Score pairs with a bi-encoder; a query that comes often is computed once."""
         different = list(dict.fromkeys(queries))
-        asked = self.renderer.each(lambda text: self.renderer.query(text, instruction, truncate), different)
-        answers = self.renderer.each(lambda text: self.renderer.document(text, truncate), documents)
+        asked = self.renderer.each(lambda text: self.renderer.query_draft(text, instruction, truncate), different)
+        answers = self.renderer.each(lambda text: self.renderer.document_draft(text, truncate), documents)
         count = len(different) + len(documents)
         vectors = self._vectors(itertools.chain(asked, answers), count, PoolingParams(normalize=True))
         of_query = dict(zip(different, vectors, strict=False))

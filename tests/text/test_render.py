@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -370,6 +371,30 @@ def test_many_are_rendered_in_order_as_one_by_one(lm: Renderer) -> None:
     texts = [f"text number {i} " * (i % 7 + 1) for i in range(100)]
     one_by_one = [lm.text(text).token_ids for text in texts]
     assert [rendered.token_ids for rendered in lm.each(lm.text, texts)] == one_by_one
+
+
+@pytest.mark.parametrize("kind", ["t_ce", "t_ce_xlmr", "t_qrr"])
+def test_pairs_drafted_together_are_those_rendered_alone(kind: str, request: pytest.FixtureRequest) -> None:
+    ours = renderer(request.getfixturevalue(kind), 256)
+    rng = random.Random(0)
+    words = [*" ".join(tiny.CORPUS).split(), "🫠", "щука", "e\u0301", "</s>", "[SEP]"]
+    pairs = [
+        (" ".join(rng.choices(words, k=3)), " ".join(rng.choices(words, k=rng.randint(1, 400)))) for _ in range(150)
+    ]
+    alone = [ours.pair(*pair, truncate=True) for pair in pairs]
+    assert list(ours.each(lambda pair: ours.pair_draft(*pair, truncate=True), pairs)) == alone
+    assert 0 < sum(rendered.truncated for rendered in alone) < len(alone)
+    theirs = AutoTokenizer.from_pretrained(request.getfixturevalue(kind))
+    if kind != "t_qrr":
+        assert [r.token_ids for r in alone] == [
+            theirs(*pair, truncation="only_second", max_length=256)["input_ids"] for pair in pairs
+        ]
+
+
+def test_drafts_and_token_ids_keep_their_order(lm: Renderer) -> None:
+    items: list[str | list[int]] = ["the dog", [5, 6], "the river", [7]]
+    alone = [lm.embedding(item).token_ids for item in items]
+    assert [rendered.token_ids for rendered in lm.each(lm.embedding_draft, items)] == alone
 
 
 def test_a_refusal_among_many_is_raised_at_its_place(lm: Renderer) -> None:

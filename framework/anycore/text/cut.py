@@ -35,6 +35,11 @@ class Cutter:
         if self.side not in ("left", "right"):
             raise BadRequest(f"truncation_side must be left or right, not {self.side[:40]!r}", param="truncation_side")
 
+    def fits(self, length: int) -> bool:
+        """Whether an input of so many tokens stays as it is."""
+        limit = self.limit()
+        return limit is None or length <= limit
+
     def cut(self, length: int, start: int, end: int) -> slice | None:
         """Return the tokens to take away of `length`, all of them within start … end - 1; None if it fits.
 

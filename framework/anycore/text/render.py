@@ -10,12 +10,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anycore.errors import BadRequest
 from anycore.models.spec import ModelSpec
-from anycore.text.cut import Cutter, Truncate, span_between, span_of
+from anycore.text.cut import Cutter, Truncate
+from anycore.text.draft import Draft, Rendered, tokenise
 from anycore.text.messages import normalise
 from anycore.text.prompts import document_prompt, prompt_of, query_prompt, refuse_instruction
 from anycore.text.rerank_profiles import RerankProfile, profile_of
@@ -23,27 +23,17 @@ from anycore.text.template import ChatTemplates
 from anycore.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
-
     from anycore.models.source import Source
 
+__all__ = ["Rendered", "Renderer"]
+
 THREADS = min(8, os.cpu_count() or 1)
-PIECE = 16
+PIECE = 64
 """Inputs that a thread renders in one go; so few are not worth a thread."""
 
 Item = TypeVar("Item")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """Tokens ready for the engine."""
-
-    token_ids: list[int]
-    token_types: list[int] | None = None  # segment ids, where the model reads them
-    truncated: bool = False
-    text: str = ""  # what was tokenised; empty for token ids
 
 
 class Renderer:
@@ -151,13 +141,25 @@ class Renderer:
 
         Token ids are used as they are: no prompt, no special tokens.
         """
+        return self._one(self.embedding_draft(item, prompt_name, truncate, side, param=param))
+
+    def embedding_draft(
+        self,
+        item: str | list[int],
+        prompt_name: str | None = None,
+        truncate: Truncate = None,
+        side: str = "right",
+        *,
+        param: str = "input",
+    ) -> Draft | Rendered:
+        """As `embedding`, for `each`."""
         if not isinstance(item, str):
             if prompt_name is not None:
                 raise BadRequest("a prompt can only be put before text, not before token ids", param="prompt_name")
             return self._fit_ids(self.check_ids(item, param), self._cutter(truncate, side, param))
         if not item:
             raise BadRequest(f"{param} must not be an empty string", param=param)
-        return self._one(prompt_of(self.spec.pooling, prompt_name) + item, self._cutter(truncate, side, param))
+        return Draft(prompt_of(self.spec.pooling, prompt_name) + item, self._cutter(truncate, side, param))
 
     def pair(
         self,
@@ -177,37 +179,65 @@ class Renderer:
         Raises:
             BadRequest: the model takes no instruction, or nothing but cutting the query would help.
         """
+        return self._one(self.pair_draft(query, document, instruction, truncate, side, apply_template, param=param))
+
+    def pair_draft(
+        self,
+        query: str,
+        document: str,
+        instruction: str | None = None,
+        truncate: Truncate = None,
+        side: str = "right",
+        apply_template: bool = True,
+        *,
+        param: str = "documents",
+    ) -> Draft:
+        """As `pair`, for `each`."""
         cutter = self._cutter(truncate, side, param)
         if self._profile is not None:
             return self._ask(self._profile, query, document, instruction, apply_template, cutter)
         refuse_instruction(instruction)
-        encoding = self._encode(query, param, document)
-        return self._fit(encoding, query + document, cutter, span_of(encoding, 1))
+        return Draft(query, cutter, pair=document)
 
     def query(
         self, text: str, instruction: str | None = None, truncate: Truncate = None, side: str = "right"
     ) -> Rendered:
         """Render a query for a bi-encoder, whose score is the cosine of two vectors. Put `document` beside it."""
-        prompt = query_prompt(self.spec.pooling, instruction)
-        return self._one(prompt + text, self._cutter(truncate, side, "query"))
+        return self._one(self.query_draft(text, instruction, truncate, side))
+
+    def query_draft(
+        self, text: str, instruction: str | None = None, truncate: Truncate = None, side: str = "right"
+    ) -> Draft:
+        """As `query`, for `each`."""
+        return Draft(query_prompt(self.spec.pooling, instruction) + text, self._cutter(truncate, side, "query"))
 
     def document(
         self, text: str, truncate: Truncate = None, side: str = "right", *, param: str = "documents"
     ) -> Rendered:
         """Render a document for a bi-encoder."""
-        return self._one(document_prompt(self.spec.pooling) + text, self._cutter(truncate, side, param))
+        return self._one(self.document_draft(text, truncate, side, param=param))
 
-    def each(self, render: Callable[[Item], Rendered], items: Sequence[Item]) -> Iterator[Rendered]:
-        """Render many inputs, in order, on several threads: tokenizers work outside of Python's lock.
+    def document_draft(
+        self, text: str, truncate: Truncate = None, side: str = "right", *, param: str = "documents"
+    ) -> Draft:
+        """As `document`, for `each`."""
+        return Draft(document_prompt(self.spec.pooling) + text, self._cutter(truncate, side, param))
 
-        What one refuses is raised where its turn comes.
+    def each(self, draft: Callable[[Item], Draft | Rendered], items: Sequence[Item]) -> Iterator[Rendered]:
+        """Render many inputs, in order: pieces of them each in one call of the tokenizer, outside of Python's lock.
+
+        What one refuses is raised where the turn of its piece comes.
         """
+
+        def render(piece: Sequence[Item]) -> list[Rendered]:
+            return tokenise([draft(item) for item in piece], self.tokenizer)
+
         if len(items) <= PIECE:
-            yield from map(render, items)
+            yield from render(items)
             return
         pieces = [items[start : start + PIECE] for start in range(0, len(items), PIECE)]
         with ThreadPoolExecutor(min(THREADS, len(pieces)), "render") as pool:
-            for rendered in pool.map(lambda piece: [render(item) for item in piece], pieces):
+            for rendered in pool.map(render, pieces):
                 yield from rendered
 
     def check_ids(self, ids: Sequence[Any], param: str) -> list[int]:
@@ -235,48 +265,25 @@ class Renderer:
         instruction: str | None,
         apply_template: bool,
         cutter: Cutter,
-    ) -> Rendered:
-        """Render a yes/no question: one text, of which only the document's tokens may be cut."""
+    ) -> Draft:
+        """Put a yes/no question: one text, of which only the document's tokens may be cut."""
         if apply_template:
             head = profile.head.format(instruction=instruction or profile.instruction, query=query)
             text = head + document + profile.suffix
         else:
             refuse_instruction(instruction)
             head, text = query, query + document
-        encoding = self._encode(text, cutter.param, add_special_tokens=False, offsets=True)
         ends = len(text) - len(profile.suffix) if text.endswith(profile.suffix) else len(text)
-        return self._fit(encoding, text, cutter, span_between(encoding, len(head), ends))
+        return Draft(text, cutter, add_special_tokens=False, within=(len(head), ends))
 
     def _complete(self, text: str, add_special_tokens: bool, cutter: Cutter) -> Rendered:
-        encoding = self._encode(text, cutter.param, add_special_tokens=add_special_tokens)
+        rendered = self._one(Draft(text, cutter, add_special_tokens=add_special_tokens))
         if add_special_tokens:
-            self._warn_of_bos(encoding.ids)
-        return self._fit(encoding, text, cutter)
+            self._warn_of_bos(rendered.token_ids)
+        return rendered
 
-    def _one(self, text: str, cutter: Cutter) -> Rendered:
-        return self._fit(self._encode(text, cutter.param), text, cutter)
-
-    def _encode(
-        self, text: str, param: str, pair: str | None = None, add_special_tokens: bool = True, offsets: bool = False
-    ) -> Encoding:
-        try:
-            return self.tokenizer.encoding(text, pair, add_special_tokens, offsets)
-        except BadRequest as error:
-            raise BadRequest(f"{param}: {error.message}", param=param) from None
-
-    def _fit(self, encoding: Encoding, text: str, cutter: Cutter, span: tuple[int, int] | None = None) -> Rendered:
-        """Cut an encoding to its limit. `span` is the run of tokens that may be cut: by default the text's own."""
-        ids: list[int] = encoding.ids
-        types: list[int] | None = encoding.type_ids if self.tokenizer.token_types else None
-        if not ids:
-            raise BadRequest(f"{cutter.param} gives no tokens", param=cutter.param)
-        cut = cutter.cut(len(ids), *(span or span_of(encoding, 0)))
-        if cut is None:
-            return Rendered(ids, types, False, text)
-        del ids[cut]
-        if types is not None:
-            del types[cut]
-        return Rendered(ids, types, True, text)
+    def _one(self, draft: Draft | Rendered) -> Rendered:
+        return tokenise([draft], self.tokenizer)[0]
 
     def _fit_ids(self, ids: list[int], cutter: Cutter) -> Rendered:
         cut = cutter.cut(len(ids), 0, len(ids))

@@ -76,8 +76,7 @@ class Tokenizer:
         """Return the ids of several texts, on several threads."""
         for text in texts:
             check_unicode(text)
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [list(encoding.ids) for encoding in encodings]
+        return [list(encoding.ids) for encoding in self.encodings(texts, add_special_tokens)]
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int] | None]:
         """Return ids and segment ids of a pair, as `tokenizer(first, second)`; None where the model has no segments."""
@@ -99,6 +98,10 @@ class Tokenizer:
             return self.backend.encode(text, pair, add_special_tokens=add_special_tokens)
         item = text if pair is None else (text, pair)
         return self.backend.encode_batch_fast([item], add_special_tokens=add_special_tokens)[0]
+
+    def encodings(self, items: Sequence[str | tuple[str, str]], add_special_tokens: bool = True) -> list[Encoding]:
+        """Return ids, type_ids and sequence_ids of several texts or pairs of valid Unicode, on several threads."""
+        return self.backend.encode_batch_fast(list(items), add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are nothing."""

@@ -1,0 +1,92 @@
+"""An input put into words but not yet tokenised, so that many can be tokenised in one call, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from anycore.errors import BadRequest
+from anycore.text.cut import Cutter, span_between, span_of
+from anycore.text.tokenizer import check_unicode
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+    from anycore.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """Tokens ready for the engine."""
+
+    token_ids: list[int]
+    token_types: list[int] | None = None  # segment ids, where the model reads them
+    truncated: bool = False
+    text: str = ""  # what was tokenised; empty for token ids
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One input.
+
+    Args:
+        text: what is tokenised; of a pair, its first text.
+        pair: its second text, of which alone tokens may be cut.
+        within: the run of characters of `text` whose tokens may be cut; None: all of them.
+
+    Raises:
+        BadRequest: a text is not valid Unicode; `param` names the input.
+    """
+
+    text: str
+    cutter: Cutter
+    pair: str | None = None
+    add_special_tokens: bool = True
+    within: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            check_unicode(self.text)
+            if self.pair is not None:
+                check_unicode(self.pair)
+        except BadRequest as error:
+            raise BadRequest(f"{self.cutter.param}: {error.message}", param=self.cutter.param) from None
+
+
+def tokenise(drafts: list[Draft | Rendered], tokenizer: Tokenizer) -> list[Rendered]:
+    """Turn drafts into tokens, in one call of the tokenizer for those that are alike; others are there already.
+
+    Raises:
+        BadRequest: one gives no tokens, or is too long and may not be cut; `param` names it.
+    """
+    done: dict[int, Rendered] = {i: draft for i, draft in enumerate(drafts) if isinstance(draft, Rendered)}
+    for special in (True, False):
+        alike = {i: draft for i, draft in enumerate(drafts) if isinstance(draft, Draft)}
+        alike = {i: draft for i, draft in alike.items() if draft.add_special_tokens is special}
+        texts = [draft.text if draft.pair is None else (draft.text, draft.pair) for draft in alike.values()]
+        encodings = tokenizer.encodings(texts, special) if texts else []
+        for (i, draft), encoding in zip(alike.items(), encodings, strict=True):
+            done[i] = fitted(draft, encoding, tokenizer)
+    return [done[i] for i in range(len(drafts))]
+
+
+def fitted(draft: Draft, encoding: Encoding, tokenizer: Tokenizer) -> Rendered:
+    """Cut an encoding to its limit."""
+    cutter = draft.cutter
+    ids: list[int] = encoding.ids
+    types: list[int] | None = encoding.type_ids if tokenizer.token_types else None
+    if not ids:
+        raise BadRequest(f"{cutter.param} gives no tokens", param=cutter.param)
+    text = draft.text if draft.pair is None else draft.text + draft.pair
+    if cutter.fits(len(ids)):
+        return Rendered(ids, types, False, text)
+    if draft.within is None:
+        run = span_of(encoding, 0 if draft.pair is None else 1)
+    else:  # where tokens lie in the text is told at a price, which only those pay that are cut
+        run = span_between(tokenizer.encoding(draft.text, None, draft.add_special_tokens), *draft.within)
+    cut = cutter.cut(len(ids), *run)
+    assert cut is not None
+    del ids[cut]
+    if types is not None:
+        del types[cut]
+    return Rendered(ids, types, True, text)
