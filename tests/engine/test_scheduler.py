@@ -317,3 +317,24 @@ def test_unsplit_requests_go_whole_by_length_and_in_budget() -> None:
             scheduler.remove(entry.request)
     assert sorted(seen) == sorted(r.id for r in waiting)
     assert {"0"} <= set(seen[:2])  # the first in line is in the first step
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 6))
+def test_unsplit_steps_are_those_of_going_through_the_line_one_by_one(lengths: list[int], seats: int) -> None:
+    scheduler = Scheduler(Limits(seats, 40, 40, 0, 0), None)
+    waiting = [pooled(n, length) for n, length in enumerate(lengths)]
+    for request in waiting:
+        scheduler.add(request, 0.0)
+    while waiting:
+        first, *others = waiting[: 4 * seats]
+        others.sort(key=lambda request: abs(request.num_prompt - first.num_prompt))
+        expected: list[Request] = []
+        for request in (first, *others):
+            if len(expected) < seats and sum(r.num_prompt for r in expected) + request.num_prompt <= 40:
+                expected.append(request)
+        step = scheduler.schedule()
+        assert {entry.request for entry in step.entries} == set(expected)
+        for request in expected:
+            scheduler.remove(request)
+            waiting.remove(request)

@@ -7,8 +7,9 @@ the cost counted as it arises, for nobody knows how long an answer will be.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import islice
 
 from anycore.engine.request import Request
 
@@ -40,13 +41,19 @@ class Queue:
         if line is None:
             line = self._lines[tenant] = []
             self._had[tenant] = max(self._had.get(tenant, 0.0), self._floor)
-        insort(line, request, key=lambda each: each.key)
+        if not line or line[-1].key <= request.key:
+            line.append(request)  # as most are: the newest goes last
+        else:
+            insort(line, request, key=_rank)
         self._length += 1
 
     def remove(self, request: Request) -> None:
         tenant = self._tenant(request)
         line = self._lines[tenant]
-        line.remove(request)
+        at = bisect_left(line, request.key, key=_rank)
+        while line[at] is not request:  # others may have the same rank
+            at += 1
+        del line[at]
         self._length -= 1
         if not line:
             del self._lines[tenant]
@@ -72,9 +79,20 @@ class Queue:
             if passed[tenant] == len(line):
                 del passed[tenant]
 
+    def first(self, count: int) -> list[Request]:
+        """Return so many in the order of `turns`."""
+        if len(self._lines) == 1:
+            (line,) = self._lines.values()
+            return line[:count]
+        return list(islice(self.turns(), count))
+
     def charge(self, request: Request, tokens: int) -> None:
         """Count tokens that are being computed for a request."""
         self._had[self._tenant(request)] += tokens / request.new.weight
 
     def _tenant(self, request: Request) -> str:
         return request.new.tenant if self._fair else ""
+
+
+def _rank(request: Request) -> tuple[float, ...]:
+    return request.key

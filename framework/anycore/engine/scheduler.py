@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 
@@ -329,19 +328,22 @@ class Scheduler:
         step = Step()
         if not self.waiting:
             return step
-        seats = self.limits.max_num_seqs
-        near = list(islice(self.waiting.turns(), seats * LENGTH_WINDOW))
-        length = near[0].num_prompt
-        first, *others = near
-        others.sort(key=lambda request: abs(request.num_prompt - length))
-        budget = self.limits.max_num_batched_tokens
+        seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
+        near = self.waiting.first(seats * LENGTH_WINDOW)
+        lengths = np.array([request.num_prompt for request in near])
+        distances = np.abs(lengths - lengths[0])
+        distances[0] = -1
+        order = np.argsort(distances, kind="stable")
         chosen: list[Request] = []
-        for request in (first, *others):
-            if len(chosen) == seats:
+        while len(chosen) < seats:
+            order = order[lengths[order] <= budget]  # what does not fit is passed over
+            if not len(order):
                 break
-            if request.num_prompt <= budget:
-                budget -= request.num_prompt
-                chosen.append(request)
+            sums = np.cumsum(lengths[order])
+            count = min(int(np.searchsorted(sums, budget, "right")), seats - len(chosen))
+            chosen += [near[i] for i in order[:count].tolist()]
+            budget -= int(sums[count - 1])
+            order = order[count:]
         chosen.sort(key=lambda request: request.num_prompt)
         for request in chosen:
             self.waiting.start(request)
