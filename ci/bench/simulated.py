@@ -26,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import paced
@@ -56,8 +57,10 @@ def run(options: argparse.Namespace) -> dict[str, list[tuple[Row, Row]]]:
         if not options.here:
             this.calibrate(measured[SINGLE.name])
         tell(began, f"  steps measured again, front {this.front_ms:.1f} ms")
-        for work in WORKLOADS:
-            real, predicted = measured[work.name], this.predict(work)
+        with ThreadPoolExecutor() as pool:
+            predictions = list(pool.map(this.predict, WORKLOADS))
+        for work, predicted in zip(WORKLOADS, predictions, strict=True):
+            real = measured[work.name]
             found[work.name].append((real, predicted))
             errors = (f"{name} {100 * (predicted[name] / real[name] - 1):+.0f} %" for name in COMPARED)
             tell(began, f"  {work.name}: {', '.join(errors)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -181,8 +183,9 @@ class Round:
 
     def predict(self, work: Workload) -> Row:
         """The medians of a few predictions."""
-        words = ("--workload", str(self.path(work)), *at_once(work))
-        rows = [self._simulate(*words, "--seed", str(seed)) for seed in range(DRAWS)]
+        words = ("--workload", str(self.path(work)), *at_once(work), "--seed")
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            rows = list(pool.map(lambda seed: self._simulate(*words, str(seed)), range(DRAWS)))
         return {
             name: statistics.median(row[name] for row in rows)
             for name, value in rows[0].items()

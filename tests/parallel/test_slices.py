@@ -17,13 +17,13 @@ from models import test_quantised_checkpoints as written
 from parallel import inprocess
 from tiny_gguf import write_gguf
 
-from anycore.errors import Unsupported
-from anycore.models import loader
+from anycore.errors import Unsupported, WeightsError
 from anycore.models.checkpoint import Entry, Ordered, open_checkpoint
 from anycore.models.cutting import cut_out, narrow
 from anycore.models.gathering import tensors
 from anycore.models.gguf.weights import GgufCheckpoint
 from anycore.models.parallel import Cut, cuts, shard
+from anycore.models.parameters import canonical
 from anycore.models.quantised import slices
 from anycore.models.source import Source, locate
 from anycore.models.spec import read_spec
@@ -174,7 +174,7 @@ def test_the_order_of_activations_is_kept_by_rows_and_undone_by_columns(tmp_path
 def test_a_shape_that_is_written_is_held_against_the_whole(tmp_path: Path) -> None:
     settings, parts = packed(4)()
     source = written.folder_of(tmp_path, settings, parts | {f"{LAYER}.weight_shape": torch.tensor([8, COLUMNS])})
-    with pytest.raises(loader.WeightsError, match=r"weight_shape says \[8, 64\]"):
+    with pytest.raises(WeightsError, match=r"weight_shape says \[8, 64\]"):
         read(source, Cut((ROWS, COLUMNS), 0, 0, 8))
 
 
@@ -226,7 +226,7 @@ def test_parts_of_a_gguf_file(family: str, kind: str, tmp_path: Path, monkeypatc
         checkpoint = GgufCheckpoint(path)
         assert not narrow(checkpoint, wanted)
         for name, entry in checkpoint.tensors():
-            cut = wanted.get(loader.canonical(name))
+            cut = wanted.get(canonical(name))
             check_equal(entry, whole[name] if cut is None else cut_out(whole[name], cut, True, name))
         assert sum(read) < 0.55 * total
         read.clear()
