@@ -6,22 +6,25 @@ release Python's lock. Both are limited in work, so that a hostile grammar ends 
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import numpy as np
 
+from anycore.contract.host import core_quota
 from anycore.errors import AnycoreError, InvalidGrammar
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
     Vocabulary = Callable[[], LLTokenizer]
+    Row = tuple[LLMatcher, int]  # whose mask comes where
 
 KEPT = 64  # compiled grammars, the ones used last
 COMPILING = 2  # at a time
@@ -29,7 +32,7 @@ SECONDS = 5.0  # for compiling one, from arrival, or from when the vocabulary wa
 HEAVY = 1.0  # seconds: what takes longer to compile takes much memory, too, and is not kept for others
 LEXER_FUEL = 200_000  # work and states that llguidance may take for one grammar: less than its own limits
 LEXER_STATES = 100_000
-THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))  # that fill masks: the other cores belong to devices and clients
+MOST_THREADS = 8  # that fill masks: of 64 rows each has eight, and waking more takes longer than they save
 MOMENT = 0.01  # seconds that an engine with nothing else to do waits before it looks for new requests
 
 
@@ -47,7 +50,7 @@ class GrammarState:
 
     def advance(self, token: int) -> bool:
         """Take the token that was chosen; return whether the grammar allows it."""
-        return self.matcher.consume_token(token)
+        return self.matcher.consume_token(token) and not self.matcher.is_error()  # which the end of a text passes
 
     @property
     def ended(self) -> bool:
@@ -131,7 +134,7 @@ class Grammars:
 
         vocabulary, began = tokens.result(), time.monotonic()
         limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=LEXER_STATES)
-        state = GrammarState(LLMatcher(vocabulary, grammar, log_level=0, limits=limits))
+        state = GrammarState(LLMatcher(vocabulary, unforced(grammar), log_level=0, limits=limits))
         if not state.error:
             state.matcher.compute_bitmask()  # what the first mask takes, later ones find done
         if state.error:
@@ -148,26 +151,51 @@ def outcome_of(compiled: Future[GrammarState]) -> GrammarState | AnycoreError:
     return error if isinstance(error, AnycoreError) else AnycoreError(f"no grammar: {error}")
 
 
+def unforced(grammar: str) -> str:
+    """The same grammar, with the model choosing the tokens even of a text that has to come.
+
+    Otherwise llguidance cuts such texts itself, by calling the tokenizer under Python's lock in the middle of a mask:
+    most of what masks of ordinary schemas took, and no two threads could do it at a time.
+    """
+    option = '%llguidance {"no_forcing": true}\n'
+    if not grammar.startswith("{"):
+        return option + grammar
+    whole = json.loads(grammar)
+    first, *others = whole["grammars"]
+    if first.get("lark_grammar") is not None:
+        top = [first | {"lark_grammar": option + first["lark_grammar"]}]
+    else:
+        name = first.get("name") or "answer"
+        top = [{"lark_grammar": f"{option}start: @{name}"}, first | {"name": name}]
+    return json.dumps(whole | {"grammars": top + others})
+
+
+def threads() -> int:
+    """How many threads fill masks: half of the cores that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, int(min(cores, core_quota() or cores)) // 2))
+
+
 class Masks:
-    """Fills the masks of a step's rows on threads of its own, while the device computes the logits."""
+    """Fills the masks of rows, on several threads and without Python's lock."""
 
     def __init__(self, vocab: int) -> None:
         self.words = -(-vocab // 32)
         self._executor: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
-    def start(self, states: Sequence[GrammarState], into: Tensor) -> Future[None]:
-        """Begin to fill `into` [K, words] int32 on the host, a row a state. A state in error allows everything."""
-        return self._thread.submit(self._fill, list(states), into)
+    def start(self, rows: list[Row], into: np.ndarray[Any, Any]) -> Future[None]:
+        """Begin to `fill`, while the caller does something else."""
+        return self._thread.submit(self.fill, rows, into)
 
-    def _fill(self, states: Sequence[GrammarState], into: Tensor) -> None:
+    def fill(self, rows: list[Row], into: np.ndarray[Any, Any]) -> None:
+        """Fill rows of `into` [K, words] int32 on the host. One whose grammar is in error allows everything."""
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 
         if self._executor is None:
-            self._executor = LLExecutor(THREADS)
-        words = into.numpy()  # this thread may not write to a tensor that was made in inference mode
-        fill_next_token_bitmask_par(self._executor, [(s.matcher, i) for i, s in enumerate(states)], words)
-        for row, state in enumerate(states):
-            if state.error:
-                words[row] = -1
+            self._executor = LLExecutor(threads())
+        fill_next_token_bitmask_par(self._executor, rows, into)
+        for matcher, row in rows:
+            if matcher.is_error():
+                into[row] = -1

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from anycore.contract.sampling import GREEDY_BELOW
 from anycore.engine.decodes import Array
 from anycore.engine.grammar import Masks
 from anycore.engine.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from anycore.engine.grammar import Row
 
 MASK = 2**64 - 1
 
@@ -73,6 +76,7 @@ class Group:
     lasts: float  # further steps in which only the draws change
     draws: np.ndarray[Any, Any]  # [steps, R]: of the next steps
     held: list[Request]  # those that keep to a grammar, whose masks change with every step
+    grammars: list[Row]  # theirs, in this order
     drawn: int = 0  # of these steps
 
 
@@ -101,8 +105,9 @@ class Sampler:
         self.desk = desk
         self._group: Group | None = None
         self._masks = Masks(vocab)
-        self._filling: tuple[Future[None], Tensor, Tensor] | None = None  # masks under way, on the host, their place
-        self._behind: Group | None = None  # whose masks depend on tokens that the host has not seen yet
+        self._words: tuple[Tensor, Tensor, Tensor] | None = None  # [seats, words] on the device, twice on the host
+        self._filling: Future[None] | None = None  # masks under way
+        self._masking: Group | None = None  # whose masks are wanted; if none are under way, the host is behind
         self._numbers = np.zeros((seats, 4))  # of each seat, as in `SamplerState`
         self._seeds = np.zeros(seats, dtype=np.uint64)
         self._plain = np.zeros(seats, dtype=np.bool_)
@@ -130,10 +135,10 @@ class Sampler:
             group.lasts -= 1
         else:
             group = self._group = self._new_group(requests, seats)
-        if group.held and any(request.num_pending > 1 for request in group.held):
-            self._behind = group
-        elif group.held:
-            self._fill(group)
+        if group.held:
+            self._masking = group
+            if not any(request.num_pending > 1 for request in group.held):
+                self._filling = self._masks.start(group.grammars, self._next_words(len(group.held)))
         places = self._places[group.seats]
         self._places[group.seats] += np.uint64(1)
         if not group.sampling.all_greedy:
@@ -165,12 +170,14 @@ class Sampler:
         sampling = self._sampling(self._numbers[seats])
         lasts = math.inf
         plain = bool(self._plain[seats].all())
-        held: list[Request] = []
+        held: dict[int, Request] = {}
         if not plain:
-            sampling = self._extras(requests, sampling)
+            held = {row: request for row, request in enumerate(requests) if request.grammar is not None}
+            sampling = self._extras(requests, list(held), sampling)
             lasts = min(map(_lasts, requests))
-            held = [request for request in requests if request.grammar is not None]
-        return Group(seats, sampling, plain, lasts, np.zeros((0, len(seats))), held)
+        matchers = [request.grammar.matcher for request in held.values() if request.grammar is not None]
+        grammars = [(matcher, i) for i, matcher in enumerate(matchers)]
+        return Group(seats, sampling, plain, lasts, np.zeros((0, len(seats))), list(held.values()), grammars)
 
     def _sampling(self, numbers: np.ndarray[Any, Any]) -> Sampling:
         """What every row has: temperature, and the filters that any row asks for."""
@@ -198,8 +205,8 @@ class Sampler:
             all_greedy=greedy,
         )
 
-    def _extras(self, requests: list[Request], sampling: Sampling) -> Sampling:
-        """What few rows have: penalties, ids made more or less likely, log-probabilities."""
+    def _extras(self, requests: list[Request], held: list[int], sampling: Sampling) -> Sampling:
+        """What few rows have: penalties, ids made more or less likely, log-probabilities. Those `held` have masks."""
         params = [_params(request) for request in requests]
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         return replace(
@@ -207,7 +214,7 @@ class Sampler:
             penalties=self._penalties(requests, params),
             bias=self._bias(params),
             banned=self._banned(requests, params),
-            masked=self._masked(requests),
+            masked=self._masked(held),
             logprobs=max(wanted) if wanted else None,
         )
 
@@ -223,34 +230,40 @@ class Sampler:
             banned=self._banned(requests, params),
         )
 
-    def _masked(self, requests: list[Request]) -> tuple[Tensor, Tensor] | None:
+    def _masked(self, rows: list[int]) -> tuple[Tensor, Tensor] | None:
         """Room for the masks of rows that keep to a grammar."""
-        rows = [row for row, request in enumerate(requests) if request.grammar is not None]
         if not rows:
             return None
-        return self._longs(rows), torch.empty(len(rows), self._masks.words, dtype=torch.int32, device=self.device)
+        if self._words is None:
+            there = torch.zeros(len(self._owners), self._masks.words, dtype=torch.int32, device=self.device)
+            first, second = self.memory.download([there, there])()  # from where the device copies without help
+            self._words = there, first, second
+        return self._longs(rows), self._words[0][: len(rows)]
 
-    def _fill(self, group: Group) -> None:
-        """Begin to fill masks; `settle` waits for them."""
-        assert group.sampling.masked is not None
-        states = [request.grammar for request in group.held if request.grammar is not None]
-        words = group.sampling.masked[1]
-        host = torch.empty(words.shape, dtype=torch.int32)
-        self._filling = self._masks.start(states, host), host, words
+    def _next_words(self, count: int) -> np.ndarray[Any, Any]:
+        """Room for so many masks on the host, out of which nothing is being copied: two take turns, as steps do."""
+        assert self._words is not None
+        there, last, following = self._words
+        self._words = there, following, last
+        return following[:count].numpy()
 
     def settle(self, catch_up: Callable[[], None]) -> None:
         """Make sure that the masks of the step under way are where its sampling looks for them. Call it in between.
 
         `catch_up` takes the tokens of the step before, where masks depend on them: the device computes meanwhile.
         """
-        if self._behind is not None:
-            group, self._behind = self._behind, None
-            catch_up()
-            self._fill(group)
+        group, self._masking = self._masking, None
+        if group is None:
+            return
         if self._filling is not None:
-            (filled, host, words), self._filling = self._filling, None
+            filled, self._filling = self._filling, None
             filled.result()
-            words.copy_(self.memory.upload(host))
+        else:
+            catch_up()
+            self._masks.fill(group.grammars, self._next_words(len(group.held)))
+        assert self._words is not None
+        there, here, _ = (words[: len(group.held)] for words in self._words)
+        self.memory.renew(there, here)
 
     def observe(self, requests: list[Request], samples: Samples) -> None:
         """Count what was sampled, on the device and without waiting for it."""
