@@ -197,6 +197,19 @@ def test_m10_clients_that_leave_and_errors_give_their_place_back(live: Live) -> 
         live.wait(lambda: ask(live, "leaver").status_code == 200, 5)
 
 
+def test_load_counts_what_is_under_way(live: Live) -> None:
+    def load() -> dict[str, Any]:
+        found: dict[str, Any] = live.get("/load", headers=bearer("scrape")).json()
+        assert found["server_load"] == found["models"][0]["requests"]
+        return found
+
+    live.wait(lambda: load()["server_load"] == 0, 5)
+    with streaming(live, "free"), streaming(live, "free"):
+        assert load()["server_load"] == 2
+        live.wait(lambda: load()["models"][0]["running"] == 2, 5)
+    live.wait(lambda: load()["server_load"] == 0, 5)
+
+
 # --- the length of answers ----------------------------------------------------------------------------------------
 
 

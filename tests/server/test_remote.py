@@ -61,6 +61,8 @@ class Other:
             return web.json_response({"error": error}, status=int(what), headers={"retry-after": "9"})
         if what == "html":
             return web.Response(text="<h1>Bad gateway</h1>", status=502, content_type="text/html")
+        if request.path == "/v2/embed":
+            return web.json_response({"id": "1", "meta": {"billed_units": {"input_tokens": 5}}})
         if not body.get("stream"):
             choices = [{"index": 0, "text": "ab", "finish_reason": "length"}]
             return web.json_response(
@@ -151,10 +153,10 @@ def post(live: Live, body: dict[str, Any], path: str = "/v1/completions", **head
     return live.post(path, body, headers={"authorization": "Bearer ours", **headers})
 
 
-def count(live: Live, name: str) -> float:
+def count(live: Live, name: str, model: str = "far") -> float:
     page = live.get("/metrics", headers={"Authorization": "Bearer ours"}).text
     lines = [line for line in page.splitlines() if line.startswith(f"anycore:{name}{{")]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if 'model_name="far"' in line)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'model_name="{model}"' in line)
 
 
 def test_a_request_is_passed_on_under_the_other_name_and_key(live: Live, other: Other) -> None:
@@ -191,9 +193,12 @@ def test_a_stream_comes_as_it_is_and_its_tokens_are_counted(live: Live, other: O
 
 
 def test_routes_outside_of_v1_and_models_without_a_name(live: Live, other: Other) -> None:
-    embedded = live.post("/v1/embeddings", {"input": ["a"]}, headers={"Authorization": "Bearer ours"})
-    assert embedded.status_code == 200
-    assert other.requests[-1][2]["model"] == "far-vectors"  # the only one for the task
+    for path, body in (("/v1/embeddings", {"input": ["a"]}), ("/v2/embed", {"texts": ["a"]})):
+        before = count(live, "prompt_tokens_total", "vectors")
+        assert live.post(path, body, headers={"Authorization": "Bearer ours"}).status_code == 200
+        assert other.requests[-1][0] == path
+        assert other.requests[-1][2]["model"] == "far-vectors"  # the only one for the task
+        assert count(live, "prompt_tokens_total", "vectors") == before + 5
     assert post(live, {}, "/tokenize").status_code == 200
     assert other.requests[-1][0] == "/tokenize"
 

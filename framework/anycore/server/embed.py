@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -76,7 +78,7 @@ def prompt_name(kind: str | None, pooling: PoolingSpec | None) -> str | None:
     return next((name for name in PROMPTS[kind] if name in own), None)
 
 
-def written(vectors: list[NDArray[np.float32]], kinds: list[str]) -> VectorsByType:
+def written(vectors: list[NDArray[np.float32]], kinds: Sequence[str]) -> VectorsByType:
     """Write vectors in each way asked for. Bits are padded with 0 to whole bytes, the first number's bit is the
     highest."""
     found: VectorsByType = {}

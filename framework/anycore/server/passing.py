@@ -217,7 +217,7 @@ class _Forwarding:
         """Give an object our name of the model, and count what it says."""
         if "model" in fields:
             fields["model"] = _raw(self._name)
-        if isinstance(usage := _value(fields, "usage"), dict):
+        if (usage := _usage(fields)) is not None:
             self._call.account.add_output(passage.used(usage))
         if isinstance(error := _value(fields, "error"), dict):
             passage.finish = "error"
@@ -252,6 +252,16 @@ def error_of(status: int, body: bytes, retry_after: str | None, url: str) -> Any
     if isinstance(found.get("type"), str):
         error.type = found["type"]
     return error
+
+
+def _usage(fields: Fields) -> dict[str, Any] | None:
+    """What an answer says it took, be it in Cohere's words."""
+    usage, meta = _value(fields, "usage"), _value(fields, "meta")
+    if isinstance(usage, dict):
+        return usage
+    billed = meta.get("billed_units") if isinstance(meta, dict) else None
+    tokens = billed.get("input_tokens") if isinstance(billed, dict) else None
+    return {"prompt_tokens": tokens} if isinstance(tokens, int) else None
 
 
 def _raw(value: Any) -> msgspec.Raw:

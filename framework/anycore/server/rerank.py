@@ -37,21 +37,23 @@ async def rerank(request: Request, body: RerankBody, state: State, caller: Calle
 @router.post("/rerank", response_model=None, responses=responses(Rerank | list[TextScore]))
 async def rerank_either(request: Request, body: RerankEitherBody, state: State, caller: Caller) -> Response:
     """Do the same; with `texts` instead of `documents` the answer is a bare list, as of text-embeddings-inference."""
-    if (body.documents is None) == (body.texts is None):
+    documents, texts = body.documents, body.texts
+    if (documents is None) == (texts is None):
         raise BadRequest("send either documents or texts", param="documents", code="missing_required_parameter")
-    if body.documents is not None:
+    if documents is not None:
         if body.return_text:
             raise BadRequest("return_text goes with texts; documents have return_documents", param="return_text")
-        return await _as_jina(request, body, body.documents, state, caller)
+        return await _as_jina(request, body, documents, state, caller)
+    assert texts is not None
     if body.return_documents:
         raise BadRequest("return_documents goes with documents; texts have return_text", param="return_documents")
     model = admit(state, body, body.model, Task.RERANK)
-    order, scores, _ = await _ranked(request, body, body.texts, "texts", model, state, caller)
+    order, scores, _ = await _ranked(request, body, texts, "texts", model, state, caller)
     found: list[TextScore] = []
     for i in order:
         entry: TextScore = {"index": i, "score": scores[i]}
         if body.return_text:
-            entry["text"] = body.texts[i]
+            entry["text"] = texts[i]
         found.append(entry)
     return json_response(found)
 
