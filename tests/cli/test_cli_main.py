@@ -19,6 +19,12 @@ MODULES = 400
 """More than light commands load (about 290), less than with the smallest of HEAVY; ci/bench/startup.py times them."""
 
 
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "anycore", "version"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert __version__ in done.stdout
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -129,11 +129,13 @@ def _nibble_matvec(
 
 def shape_of(rows: int, columns: int) -> tuple[int, int, int, int]:
     """Rows and vectors of 32 numbers a turn, and warps of a program, 16 bytes a thread and row; and how many programs
-    a processor runs at a time.
+    a processor runs at a time: as measured to be fast on an H200 (ci/bench/h200).
     """
-    vectors = -(-columns // 32)
-    turn = 32 if vectors <= 32 else 64 if vectors <= 128 else 128
-    return 4, turn, turn // 32, 768 // turn
+    if rows >= 1 << 14:
+        return 4, 128, 4, 5
+    if columns > 4096:
+        return 4, 128, 4, 7
+    return (4, 64, 2, 12) if columns > 1024 else (4, 32, 1, 24)
 
 
 def programs_of(tiles: int, most: int) -> int:

@@ -31,7 +31,7 @@ class Served:
         self.engine, self.url = engine, f"http://127.0.0.1:{port}/v1"
         command = {
             "vllm": "-m vllm.entrypoints.cli.main serve {} --disable-uvicorn-access-log",
-            "anycore": "-m anycore.cli.main serve {} --max-queued 8192",
+            "anycore": "-m anycore serve {} --max-queued 8192",
         }[engine]
         words = [sys.executable, *command.format(folder).split(), *COMMON, str(share), "--port", str(port)]
         if fronts > 1:
