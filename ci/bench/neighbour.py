@@ -1,6 +1,6 @@
 """What decoding keeps of its speed on the CPU beside a process that never rests: at least 70 % is wanted.
 
-    python ci/bench/neighbour.py MODEL [--dtype bfloat16] [--busy 1]
+    python ci/bench/neighbour.py MODEL [--dtype bfloat16] [--quantization w8a8] [--busy 1]
 
 Alone and in company take turns, and medians are compared; it exits with 1 below the goal. The machine must be quiet
 otherwise. Two cores that three threads share fairly leave a busy pair of threads 67 %; more is possible where memory,
@@ -45,11 +45,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="auto")
     parser.add_argument("--busy", type=int, default=1, help="processes that never rest")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
-    llm = LLM(options.model, backend="cpu", dtype=options.dtype, max_model_len=512)
+    settings = {"dtype": options.dtype, "quantization": options.quantization, "max_model_len": 512}
+    llm = LLM(options.model, backend="cpu", **settings)
     speed(llm, 16)
     alone, beside = [], []
     for _ in range(options.turns):

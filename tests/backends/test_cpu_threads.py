@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -71,3 +73,19 @@ def test_a_forked_child_makes_threads_of_its_own(kernels: Kernels) -> None:
         process.kill()
         pytest.fail("the child waits for threads that it does not have")
     assert right.value == 1
+
+
+def test_beside_processes_that_never_rest_no_bit_changes(kernels: Kernels) -> None:
+    """The threads lose their cores, notice it, and sleep between pieces and at ends of jobs."""
+    x, matrix, alone = product(kernels, 70)
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        for threads in (2, 4):
+            kernels.set_threads(threads)
+            for _ in range(150):
+                assert torch.equal(kernels.linear(x, matrix, None), alone)
+    finally:
+        kernels.set_threads(2)
+        for loop in loops:
+            loop.kill()
+            loop.wait()

@@ -1,19 +1,29 @@
-// The pool. Between kernels its threads look for work for a moment, yielding to whoever else wants the core, then sleep.
+// The pool. A thread that waits looks for a moment, then sleeps: its core is then idle, and the system brings over to
+// it whoever of the pool was set aside on another one.
 #include "threads.hpp"
 
+#include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <climits>
 #include <new>
 
 #include "interface.hpp"
+#include "turns.hpp"
 
 namespace anycore {
 namespace {
 
-constexpr int PAUSES = 500;  // looks before the first yield: some 10 microseconds
-constexpr int YIELDS = 300;  // yields before sleep: some 100 microseconds if nobody else wants the core
+constexpr long LOOKS = 100'000;       // nanoseconds that it looks for work, or for the end of it, before it sleeps
+constexpr long LOOKS_BESIDE = 5'000;  // the same where others want its core
+constexpr int PAUSES = 16;            // between looks at the clock
+// Some sleeps end by themselves: a core that goes idle brings over only what has not run for half a millisecond, so it
+// has to go idle more than once.
+constexpr long SLEEP = 300'000;
+constexpr int SLEEPS = 16;
 
 void pause() {
 #if defined(__x86_64__)
@@ -23,7 +33,29 @@ void pause() {
 #endif
 }
 
+// Until it is woken, `word` is no longer `seen`, or `limit` nanoseconds have passed; 0: however long.
+void sleep(std::atomic<int>& word, int seen, long limit) {
+    const timespec time = {0, limit};
+    syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, seen, limit ? &time : nullptr, nullptr, 0);
+}
+
+void wake(std::atomic<int>& word) { syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
+
 std::atomic<int> wanted{1};  // threads, the caller among them
+thread_local Turns turns;
+
+// Looks until `found`; false after a while.
+template <class Found>
+bool look(const Found& found) {
+    const long since = nanoseconds(CLOCK_MONOTONIC), most = turns.in_company() ? LOOKS_BESIDE : LOOKS;
+    do {
+        for (int i = 0; i < PAUSES; i++) {
+            if (found()) return true;
+            pause();
+        }
+    } while (nanoseconds(CLOCK_MONOTONIC) - since < most);
+    return false;
+}
 
 class Pool {
 public:
@@ -41,63 +73,74 @@ public:
         // Nobody reads these while nothing is left to take.
         work_ = work;
         context_ = context;
+        count_ = count;
         done_.store(0, std::memory_order_relaxed);
         left_.store(count);  // from here on others take part
         if (asleep_.load() > 0) {
-            pthread_mutex_lock(&mutex_);  // whoever saw nothing to do is waiting by now
-            pthread_mutex_unlock(&mutex_);
-            pthread_cond_broadcast(&wake_);
+            posted_++;  // whoever saw nothing to do and does not sleep yet will not
+            wake(posted_);
         }
-        while (take()) {
+        work_off();
+        const auto finished = [=] { return done_.load() == count; };
+        while (!look(finished)) {
+            waited_for_.store(1);
+            if (finished()) break;
+            const long now = nanoseconds(CLOCK_MONOTONIC);
+            sleep(waited_for_, 1, SLEEP);
+            turns.rested(now);
         }
-        for (int looks = 0; done_.load(std::memory_order_acquire) < count; looks++)
-            looks < PAUSES ? pause() : static_cast<void>(sched_yield());
     }
 
     std::atomic_flag busy = ATOMIC_FLAG_INIT;
 
 private:
+    void work_off() {
+        turns.begin();
+        while (take()) turns.between();
+    }
+
     // Does the work of one index; false if none is left. Whoever lowers `left_` holds the job open until `done_` is up.
     bool take() {
         long left = left_.load();
         do {
             if (left == 0) return false;
         } while (!left_.compare_exchange_weak(left, left - 1));
+        const long count = count_;
         work_(context_, left - 1);
-        done_.fetch_add(1, std::memory_order_release);
+        if (done_.fetch_add(1) + 1 == count && waited_for_.load() != 0) {
+            waited_for_.store(0);
+            wake(waited_for_);
+        }
         return true;
     }
 
     void serve() {
         const int index = entered_.fetch_add(1);
         const auto called = [this, index] { return index < wanted.load() && left_.load() > 0; };
-        for (int looks = 0;; looks++) {
-            if (called() && take()) {
-                looks = 0;
-            } else if (looks < PAUSES) {
-                pause();
-            } else if (looks < PAUSES + YIELDS) {
-                sched_yield();
-            } else {
-                pthread_mutex_lock(&mutex_);
-                asleep_++;
-                while (!called()) pthread_cond_wait(&wake_, &mutex_);
-                asleep_--;
-                pthread_mutex_unlock(&mutex_);
-                looks = 0;
+        for (int sleeps = 0;; sleeps++) {
+            if (index < wanted.load() && look(called)) {
+                work_off();
+                sleeps = 0;
+                continue;
             }
+            asleep_++;
+            const int posted = posted_.load();
+            if (!called()) sleep(posted_, posted, sleeps < SLEEPS ? SLEEP : 0);
+            asleep_--;
+            turns.rested(nanoseconds(CLOCK_MONOTONIC));
         }
     }
 
     int threads_ = 1;
     void (*work_)(void*, long) = nullptr;
     void* context_ = nullptr;
+    long count_ = 0;
     alignas(64) std::atomic<long> left_{0};
     alignas(64) std::atomic<long> done_{0};
     alignas(64) std::atomic<int> asleep_{0};
+    std::atomic<int> posted_{0};      // jobs that sleepers were woken for
+    std::atomic<int> waited_for_{0};  // whether the caller sleeps until all is done
     std::atomic<int> entered_{1};
-    pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;
-    pthread_cond_t wake_ = PTHREAD_COND_INITIALIZER;
 };
 
 Pool pool;  // its threads end with the process
