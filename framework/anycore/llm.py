@@ -32,8 +32,8 @@ Prompt = str | list[int]
 Message = dict[str, Any]
 Vector = NDArray[np.float32]
 
-AT_ONCE = 512
-"""Requests that are handed to the engine between two steps, so that it begins before all of them are tokenised."""
+STEPS_AHEAD = 2
+"""Requests for so many full steps are handed to the engine before each, so that it begins before all are tokenised."""
 
 
 class LLM:
@@ -309,12 +309,12 @@ class LLM:
         finished = 0
         try:
             while upcoming is not None or self.engine.has_work():
-                room = AT_ONCE
-                while upcoming is not None and room and self.engine.has_room(upcoming):
+                rows = STEPS_AHEAD * self.engine.limits.max_num_batched_tokens
+                while upcoming is not None and rows > 0 and self.engine.has_room(upcoming):
                     self.engine.add(upcoming)
                     added.append(upcoming.id)
+                    rows -= len(upcoming.token_ids)
                     upcoming = next(queue, None)
-                    room -= 1
                 for delta in self.engine.step():
                     _raise_for(delta)
                     finished += delta.finish is not None and delta.index == 0

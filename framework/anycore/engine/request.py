@@ -342,7 +342,9 @@ class Request:
         self.arrival = arrival  # a counter: the order of admission
         self.max_total = max_total  # tokens at most, prompt included
         # Tokens, and how far they are computed.
-        self.tokens = list(new.token_ids)  # prompt, then the output that the host has seen
+        self.is_pooled = new.task is not Task.GENERATE
+        # Prompt, then the output that the host has seen. What is pooled has no output: the list stays the caller's.
+        self.tokens = new.token_ids if self.is_pooled else list(new.token_ids)
         self.num_prompt = len(new.token_ids)
         self._num_computed = 0
         self._num_tokens = self.num_prompt
@@ -362,7 +364,6 @@ class Request:
         self.published = 0  # leading blocks that others can find
         self.cached = 0  # prompt tokens found in the prefix cache at first admission
         # What is done with its last hidden state.
-        self.is_pooled = new.task is not Task.GENERATE
         self.eos_ids: frozenset[int] = frozenset()
         self.stop_ids: frozenset[int] = frozenset()  # tokens that end it, once it has min_tokens
         self.seed = 0

@@ -347,12 +347,12 @@ class Scheduler:
         chosen.sort(key=lambda request: request.num_prompt)
         for request in chosen:
             self.waiting.start(request)
-        for request in chosen:
             request.status = Status.RUNNING
-            insort(self.running, request, key=_rank)
             entry = Entry(request, 0, request.num_prompt, True)
             step.chunks.append(entry)
             self._advance(entry)
+        self.running += chosen
+        self.running.sort(key=_rank)
         return step
 
 
