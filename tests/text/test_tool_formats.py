@@ -116,6 +116,8 @@ def test_brackets_without_end_do_no_harm(form: ToolFormat) -> None:
     before = {
         "hermes": '<tool_call>{"name": "now", "arguments": ',
         "qwen3_coder": "<tool_call><function=now><parameter=a>",
+        "glm45": "<tool_call>now<arg_key>a</arg_key><arg_value>",
+        "kimi_k2": "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>",
         "pythonic": "[now(a=",
         "llama3_json": '{"name": "now", "parameters": ',
         "mistral": "[TOOL_CALLS]now",
@@ -150,7 +152,7 @@ def test_arguments_come_as_soon_as_they_are_there(form: ToolFormat) -> None:
     [
         ("<tool_call>\\n{{ call | tojson }}\\n</tool_call>", "hermes"),
         ("'<tool_call>\\n<function=' + name + '>\\n<parameter=' + key + '>'", "qwen3_coder"),
-        ("<tool_call>{{ name }}<arg_key>{{ key }}</arg_key>", None),
+        ("<tool_call>{{ name }}<arg_key>{{ key }}</arg_key>", "glm45"),
         ('[TOOL_CALLS] [{"name": ', "mistral"),
         ("'[TOOL_CALLS]' + name + '[ARGS]' + arguments", "mistral"),
         (
@@ -158,6 +160,7 @@ def test_arguments_come_as_soon_as_they_are_there(form: ToolFormat) -> None:
             "deepseek_v3",
         ),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments", "deepseek_v31"),
+        ("'<|tool_calls_section_begin|><|tool_call_begin|>' + id + '<|tool_call_argument_begin|>'", "kimi_k2"),
         ("'<start_function_call>call:' + name + '{'", "functiongemma"),
         ("'<|tool_call>call:' + name + '{'", "gemma4"),
         ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from anycore import hookimpl
 from anycore.text.replies.deepseek import DeepSeekV3, DeepSeekV31
 from anycore.text.replies.gemma import FunctionGemma, Gemma4
+from anycore.text.replies.glm import Glm
 from anycore.text.replies.hermes import Hermes
+from anycore.text.replies.kimi import Kimi
 from anycore.text.replies.llama3 import Llama3
 from anycore.text.replies.mistral import Mistral
 from anycore.text.replies.parts import Format, ReasoningFormat, ToolFormat
@@ -14,10 +16,12 @@ from anycore.text.replies.qwen_xml import QwenXml
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
     QwenXml(),
+    Glm(),
     Hermes(),
     Mistral(),
     DeepSeekV3(),
     DeepSeekV31(),
+    Kimi(),
     Gemma4(),
     FunctionGemma(),
     Pythonic(),
