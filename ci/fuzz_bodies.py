@@ -68,7 +68,7 @@ FAMILIES: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("lm", "/v1/messages/count_tokens", [{"messages": MESSAGES[1:], "system": "be short"}]),
     ("lm", "/v1/completions", COMPLETIONS),
     ("embed", "/v1/embeddings", EMBEDDINGS),
-    ("embed", "/v2/embed", COHERE),
+    ("embed", "/v1/embed /v2/embed", COHERE),
     ("embed", "/embed", TEI),
     ("rerank", "/classify /v1/classify", CLASSES),
     ("rerank", "/rerank", RANKS + TEXTS),

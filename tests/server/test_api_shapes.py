@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import huggingface_hub
 import numpy as np
 import pytest
 import tiny
@@ -73,6 +74,16 @@ def test_only_the_types_that_are_asked_for(api: httpx.Client) -> None:
     assert set(cohere(api, texts=TEXTS, embedding_types=["ubinary"])["embeddings"]) == {"ubinary"}
     cut = cohere(api, texts=TEXTS, output_dimension=16)["embeddings"]["float"]
     assert cut == ours(api, "bert", TEXTS, dimensions=16)
+
+
+def test_the_first_version_gives_a_list_unless_types_are_asked_for(api: httpx.Client) -> None:
+    answer = ok(api.post("/v1/embed", json={"model": "bert", "texts": TEXTS}))
+    assert answer["response_type"] == "embeddings_floats"
+    assert answer["embeddings"] == ours(api, "bert", TEXTS)
+    typed = ok(api.post("/v1/embed", json={"model": "bert", "texts": TEXTS, "embedding_types": ["ubinary"]}))
+    assert typed["response_type"] == "embeddings_by_type"
+    assert typed["embeddings"] == cohere(api, texts=TEXTS, embedding_types=["ubinary"])["embeddings"]
+    assert typed["meta"]["api_version"] == {"version": "1"}
 
 
 def test_inputs_of_one_part_are_texts(api: httpx.Client) -> None:
@@ -161,6 +172,15 @@ def test_e11_directions(api: httpx.Client) -> None:
 def test_the_only_model_needs_no_name(shapes: httpx.Client) -> None:
     assert len(ok(shapes.post("/embed", json={"inputs": TEXTS}))) == 2
     assert len(ok(shapes.post("/rerank", json={"query": "a", "texts": TEXTS}))) == 2
+
+
+def test_r_hugging_face_s_client(shapes: httpx.Client) -> None:
+    client = huggingface_hub.InferenceClient(model=f"{shapes.base_url}/embed")
+    (expected,) = ours(shapes, "prompted", [TEXTS[0]], prompt_name="query")
+    found = client.feature_extraction(TEXTS[0], prompt_name="query", normalize=True)
+    assert found[0] == pytest.approx(np.array(expected), abs=1e-6)
+    cut = client.feature_extraction(LONG, truncate=True, truncation_direction="left")
+    assert cut.tolist() == ours(shapes, "prompted", [LONG], truncate="START")
 
 
 @pytest.mark.parametrize("raw", [False, True])

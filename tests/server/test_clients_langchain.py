@@ -167,3 +167,24 @@ def test_r_cohere_s_client(api: httpx.Client, kind: str) -> None:
         client.rerank(model="ce", query="", documents=DOCUMENTS)
     with pytest.raises(cohere.NotFoundError):
         client.rerank(model="nothing", query="a", documents=DOCUMENTS)
+
+
+@pytest.mark.parametrize("kind", ["Client", "ClientV2"])
+def test_r_cohere_s_client_embeds(api: httpx.Client, kind: str) -> None:
+    client = getattr(cohere, kind)(api_key="none", base_url=str(api.base_url))
+    found = client.embed(model="bert", texts=DOCUMENTS, input_type="search_document", embedding_types=["float"])
+    ours = api.post("/v1/embeddings", json={"model": "bert", "input": DOCUMENTS}).json()["data"]
+    assert found.embeddings.float_ == [pytest.approx(entry["embedding"], abs=1e-6) for entry in ours]
+    with pytest.raises(cohere.BadRequestError, match="input_type"):
+        client.embed(model="bert", texts=DOCUMENTS, input_type="poem", embedding_types=["float"])
+    if kind == "Client":
+        plain = client.embed(model="bert", texts=DOCUMENTS)
+        assert plain.embeddings == found.embeddings.float_
+
+
+def test_r_langchain_cohere_embeds(api: httpx.Client) -> None:
+    vectors = langchain_cohere.CohereEmbeddings(model="bert", base_url=str(api.base_url), cohere_api_key="none")
+    found = vectors.embed_documents(DOCUMENTS)
+    ours = api.post("/v1/embeddings", json={"model": "bert", "input": DOCUMENTS}).json()["data"]
+    assert found == [pytest.approx(entry["embedding"], abs=1e-6) for entry in ours]
+    assert vectors.embed_query(DOCUMENTS[0]) == found[0]

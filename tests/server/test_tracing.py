@@ -110,7 +110,7 @@ def test_refused_requests_say_why_and_other_routes_have_no_span(traced: tuple[Li
 
 def test_every_route_that_reaches_an_engine_has_a_name() -> None:
     inferring = {route.path for router in ROUTERS for route in router.routes  # type: ignore[attr-defined]
-                 if {"generate", "embed", "rerank"} & set(route.tags)}  # type: ignore[attr-defined]  # fmt: skip
+                 if {"generate", "embed", "rerank", "classify"} & set(route.tags)}  # type: ignore[attr-defined]  # fmt: skip
     assert OPERATIONS.keys() <= inferring
 
 

@@ -1,4 +1,4 @@
-"""POST /v2/embed, in Cohere's shape, and /embed, in that of text-embeddings-inference."""
+"""POST /v1/embed and /v2/embed, in Cohere's shapes, and /embed, in that of text-embeddings-inference."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ PROMPTS: dict[str | None, tuple[str, ...]] = {
 """Cohere's kinds of input, and the names that models have for the prompt of each. Many models have none."""
 
 
+@router.post("/v1/embed", response_model=None, responses=responses(CohereEmbeddings))
 @router.post("/v2/embed", response_model=None, responses=responses(CohereEmbeddings))
 async def cohere_embed(request: Request, body: CohereEmbedBody, state: State, caller: Caller) -> Response:
-    """Return one vector a text, in each of `embedding_types`, as Cohere's API does."""
+    """Return one vector a text, in each of `embedding_types`, as Cohere's API does; of /v1 without them, a list."""
     model = admit(state, body, body.model, Task.EMBED)
     field, texts = _texts(body)
     names = names_of(texts, field)
@@ -49,12 +50,14 @@ async def cohere_embed(request: Request, body: CohereEmbedBody, state: State, ca
         prompt = prompt_name(body.input_type, model.spec.pooling)
         rendered = await rendered_of(model, texts, names, prompt, tokens, side)
     vectors, used = await vectors_of(request, state, caller, model, rendered, names, params, body)
+    version = request.url.path[2]
+    plain = version == "1" and "embedding_types" not in body.model_fields_set
     reply: CohereEmbeddings = {
         "id": f"embd-{reply_id(request, body.request_id)}",
-        "response_type": "embeddings_by_type",
-        "embeddings": written(vectors, body.embedding_types),
+        "response_type": "embeddings_floats" if plain else "embeddings_by_type",
+        "embeddings": [each.tolist() for each in vectors] if plain else written(vectors, body.embedding_types),
         "texts": texts,
-        "meta": {"api_version": {"version": "2"}, "billed_units": {"input_tokens": used["prompt_tokens"]}},
+        "meta": {"api_version": {"version": version}, "billed_units": {"input_tokens": used["prompt_tokens"]}},
     }
     return json_response(reply)
 

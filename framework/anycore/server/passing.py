@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ROUTES: dict[str, tuple[Task, ...]] = {
     "/v1/chat/completions": (Task.GENERATE,),
     "/v1/completions": (Task.GENERATE,),
-    **dict.fromkeys(("/v1/embeddings", "/v2/embed"), (Task.EMBED,)),
+    **dict.fromkeys(("/v1/embeddings", "/v1/embed", "/v2/embed"), (Task.EMBED,)),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"), (Task.RERANK,)),
     **dict.fromkeys(("/classify", "/v1/classify"), (Task.RERANK,)),
     **dict.fromkeys(("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"), tuple(Task)),

@@ -63,8 +63,8 @@ class VectorsByType(TypedDict):
 
 class CohereEmbeddings(TypedDict):
     id: str
-    response_type: Literal["embeddings_by_type"]
-    embeddings: VectorsByType
+    response_type: Literal["embeddings_by_type", "embeddings_floats"]
+    embeddings: VectorsByType | Vectors  # vectors alone: from /v1/embed, if no types are asked for
     texts: list[str]
     meta: dict[str, Any]
 

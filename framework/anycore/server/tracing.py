@@ -31,6 +31,7 @@ OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/v1/embed": "embeddings",
     "/v2/embed": "embeddings",
     "/embed": "embeddings",
     "/classify": "classify",
