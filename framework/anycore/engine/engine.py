@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any
 
-import numpy as np
-
 from anycore.contract.backend import Limits
 from anycore.contract.declare import Task
+from anycore.engine.admission import Admission, sequences_of
 from anycore.engine.beams import Branch
 from anycore.engine.blocks import BlockPool
 from anycore.engine.grammar import Grammars, GrammarState
@@ -26,18 +24,15 @@ from anycore.engine.request import (
     NewRequest,
     PoolingParams,
     Request,
-    SamplingParams,
     Stats,
     Status,
 )
 from anycore.engine.runner import Launched, Results, Runner, Vector
-from anycore.engine.sampler import MASK, mixed
 from anycore.engine.scheduler import Scheduler
 from anycore.engine.searches import MOMENT, Search, Texts, needs_texts
 from anycore.errors import (
     AnycoreError,
     BadRequest,
-    ContextLengthExceeded,
     DeadlineExceeded,
     InvalidGrammar,
     NonFiniteOutput,
@@ -68,10 +63,8 @@ class Engine:
         self.spec = runner.model.spec
         self.task = runner.task
         self._max_queued = max_queued
-        self._timeout = timeout
-        self._seed = seed
         self._clock = clock
-        self._arrivals = 0
+        self._admission = Admission(self.spec, self.task, limits, timeout, seed)
         self.grammars: Grammars | None = None  # set by whoever knows the tokens' texts; until then none is kept to
         self.texts: Texts | None = None  # likewise, for beam searches that look for stop strings
         self._requests: dict[str, list[Request]] = {}  # unfinished sequences by request id
@@ -96,14 +89,16 @@ class Engine:
             Overloaded: the queue is full.
             BadRequest: it does not fit this engine; nothing was admitted.
         """
-        self._check(new)
+        self._admission.check(new, grammars=self.grammars is not None, texts=self.texts is not None)
+        if new.id in self._requests:
+            raise BadRequest(f"request id {new.id!r} is in use", param="request_id")
         if not self.has_room(new):
             raise self._pace.refusal(len(self.scheduler.waiting), self._max_queued)
         now = self._clock()
         if new.sampling is not None and new.sampling.beams is not None:
             self._begin_search(new, now)
             return
-        sequences = [self._sequence(new, index, now) for index in range(_sequences(new))]
+        sequences = self._admission.sequences(new, now)
         for sequence in sequences:
             sequence.leader = sequences[0] if sequence.index and self.pool else None
         self._requests[new.id] = sequences
@@ -120,7 +115,7 @@ class Engine:
         seats = max(0, self.limits.max_num_seqs - len(self.scheduler.running))
         awaited = self.grammars.awaited if self.grammars is not None else ()
         waiting = len(self.scheduler.waiting) + sum(len(self._requests[name]) for name in awaited)
-        return waiting + _sequences(new) <= self._max_queued + seats
+        return waiting + sequences_of(new) <= self._max_queued + seats
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """End a request, or one of its sequences, and free what it holds. Unknown ids are fine: it may have ended."""
@@ -193,80 +188,13 @@ class Engine:
         self._pace = Pace()
         self.scheduler.preemptions = self.runner.padding = 0
 
-    # --- admission ----------------------------------------------------------------------------------------------
-
-    def _check(self, new: NewRequest) -> None:
-        if new.task is not self.task:
-            raise BadRequest(f"this engine serves {self.task.value}, not {new.task.value}", code="task_not_supported")
-        if new.id in self._requests:
-            raise BadRequest(f"request id {new.id!r} is in use", param="request_id")
-        length = len(new.token_ids)
-        if length == 0:
-            raise BadRequest("the input has no tokens", param="prompt")
-        for i in (min(new.token_ids), max(new.token_ids)):
-            if not 0 <= i < self.spec.vocab_size:
-                raise BadRequest(
-                    f"token id {i} is outside the vocabulary (0 to {self.spec.vocab_size - 1})", param="prompt"
-                )
-        longest = self.limits.max_model_len
-        if length > longest:
-            raise ContextLengthExceeded(f"the input has {length} tokens, this model takes at most {longest}")
-        if new.sampling is not None:
-            new.sampling.check_vocabulary(self.spec.vocab_size)
-            if new.sampling.grammar is not None and self.grammars is None:
-                raise InvalidGrammar("this engine keeps to no grammars", param="structured_outputs")
-            if needs_texts(new.sampling) and self.texts is None:
-                raise BadRequest("this engine knows no texts, which a beam search with stop needs", param="stop")
-            asked = new.sampling.max_tokens
-            if asked is not None and length + asked > longest:
-                raise ContextLengthExceeded(
-                    f"{length} prompt tokens and max_tokens {asked} are {length + asked}, "
-                    f"this model takes at most {longest} together",
-                    param="max_tokens",
-                )
-        if new.pooling is not None and new.pooling.dimensions is not None:
-            self._check_dimensions(new.pooling.dimensions)
-
-    def _check_dimensions(self, asked: int) -> None:
-        pooling = self.spec.pooling
-        if pooling is not None and pooling.matryoshka and asked not in pooling.matryoshka:
-            allowed = ", ".join(map(str, pooling.matryoshka))
-            raise BadRequest(f"dimensions must be one of {allowed}, not {asked}", param="dimensions")
-        if not 1 <= asked <= self.spec.vector_size:
-            raise BadRequest(
-                f"dimensions must be between 1 and {self.spec.vector_size}, not {asked}", param="dimensions"
-            )
-
-    def _sequence(self, new: NewRequest, index: int, now: float) -> Request:
-        self._arrivals += 1
-        length = len(new.token_ids)
-        total = length
-        if new.sampling is not None:
-            asked = new.sampling.max_tokens
-            total = self.limits.max_model_len if asked is None else length + asked
-        request = Request(new, index, self._arrivals, total)
-        request.timing.arrived = now
-        request.deadline = self._deadline_of(new, now)
-        if new.sampling is not None:
-            request.eos_ids = frozenset(self.spec.eos_ids)
-            request.stop_ids = request.eos_ids if not new.sampling.ignore_eos else frozenset()
-            request.stop_ids |= frozenset(new.sampling.stop_token_ids)
-            request.seed = self._seed_of(new.sampling)
-            request.needs_host = bool(new.sampling.bad_words_ids)
-        return request
-
-    def _deadline_of(self, new: NewRequest, now: float) -> float:
-        seconds = [s for s in (new.deadline, self._timeout) if s is not None]
-        return now + min(seconds) if seconds else math.inf
+    # --- entering the queue --------------------------------------------------------------------------------------
 
     def _begin_search(self, new: NewRequest, now: float) -> None:
-        self._arrivals += 1
-        deadline = self._deadline_of(new, now)
-        eos_ids = frozenset(self.spec.eos_ids)
         self._searches.add(new.id)
-        search = Search(new, eos_ids, self.limits.max_model_len, self._arrivals, now, deadline)
+        search = self._admission.search(new, now)
         self._requests[new.id] = requests = search.requests()
-        self._next_deadline = min(self._next_deadline, deadline)
+        self._next_deadline = min(self._next_deadline, requests[0].deadline)
         if not needs_texts(search.params):
             self._enqueue(requests)
             return
@@ -313,13 +241,6 @@ class Engine:
             for sequence in sequences:
                 sequence.grammar, sequence.status = outcome.copy(), Status.WAITING
             self._enqueue(sequences)
-
-    def _seed_of(self, params: SamplingParams) -> int:
-        if params.seed is not None:
-            return params.seed & MASK
-        if self._seed:
-            return int(mixed(np.array([(self._seed << 32 ^ self._arrivals) & MASK], dtype=np.uint64))[0])
-        return int.from_bytes(os.urandom(8), "little")
 
     # --- results ------------------------------------------------------------------------------------------------
 
@@ -497,9 +418,3 @@ def _not_finite(request: Request) -> NonFiniteOutput:
 
 def _failed(request_id: str, error: AnycoreError, index: int = 0) -> Delta:
     return Delta(id=request_id, index=index, error=error.message, error_code=error.code, finish=FinishReason.ERROR)
-
-
-def _sequences(new: NewRequest) -> int:
-    if new.sampling is None:
-        return 1
-    return new.sampling.n if new.sampling.beams is None else new.sampling.beams.width
