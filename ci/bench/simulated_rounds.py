@@ -30,7 +30,7 @@ from anycore.engine.request import NewRequest, SamplingParams
 from anycore.plugins import load
 from anycore.simulate.engine import Seen
 from anycore.simulate.fleet import Outcomes
-from anycore.simulate.measure import Meter, record
+from anycore.simulate.measure import Meter, record, turn
 from anycore.simulate.report import summarize
 
 ANYCORE = (sys.executable, "-m", "anycore.cli.main")
@@ -252,7 +252,7 @@ class Here(Round):
                 skipped += max(0.0, rows[0]["at"] - now())
                 free, ended = deque([*free, *ended]), []
                 continue
-            deltas = engine.step()
+            deltas = turn(engine)
             at = now()
             free, ended = deque([*free, *ended]), []
             for delta in deltas:

@@ -25,7 +25,7 @@ from anycore.contract.sizes import Limits
 from anycore.engine.blocks import root_hash
 from anycore.engine.engine import Engine
 from anycore.engine.launch import Prepared
-from anycore.engine.request import NewRequest, SamplingParams
+from anycore.engine.request import Delta, NewRequest, SamplingParams
 from anycore.engine.scheduler import Step
 from anycore.errors import ConfigError
 from anycore.simulate.measured import FORMAT, Measured, StepTimes, shape_of
@@ -216,13 +216,20 @@ class Meter:
         """
         runner = self._runner
         runner.began = self._clock()
-        self.engine.step()
+        turn(self.engine)
         now = self._clock()
         done = [(shape, now - max(began, self._last)) for shape, began in runner.done]
         if done:
             self._last = now
             runner.done.clear()
         return done
+
+
+def turn(engine: Engine) -> list[Delta]:
+    """A turn of an engine that serves: a step, and what is made of its results before the next one begins."""
+    deltas = engine.step()
+    msgspec.msgpack.encode((deltas, engine.stats()))
+    return deltas
 
 
 # --- what is measured ---------------------------------------------------------------------------------------------
