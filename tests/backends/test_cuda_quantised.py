@@ -189,6 +189,17 @@ def test_rounded_rows_do_not_depend_on_company(rows: int) -> None:
         torch.testing.assert_close(ops.linear(x, packed).double(), exact, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("rows", [70, 130])
+def test_rows_that_are_no_power_of_two_are_two_counts_of_them(rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    weight = int4_weight((150, 352), 32, HALF, generator)
+    packed, x = opened().ops.pack(weight), torch.randn(rows, 352, generator=generator).half()
+    shape = quantised_products.shape_of(packed, rows, 132)
+    assert shape.more
+    out = product(x, packed, None, None, torch.float32, 132, shape)
+    torch.testing.assert_close(out.double(), x.double() @ exact_rows(weight).T, rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_columns_may_be_split(splits: int) -> None:
     generator = torch.Generator().manual_seed(5)

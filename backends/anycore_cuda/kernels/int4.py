@@ -104,7 +104,7 @@ def _nibble_matvec(
     wait(EARLY)
 
     acc = tl.zeros([ROWS, TURN], tl.float32)
-    for step in range(0, mine * TURNS):
+    for step in range(mine * TURNS):
         turn = step % TURNS
         a, b, c, d = _four(flat, ROWS, TURN)
         firsts, seconds = first, second

@@ -19,6 +19,9 @@ from anycore_cuda.kernels.quantised_rows import fix, round_rows
 TILED_ROWS = 64
 """So many rows at most are multiplied by tiles that are widened in registers; for more the matrix is made dense."""
 
+WIDE_ROWS = 256
+"""The same of 4 bits, where a program has the shared memory for so many."""
+
 LIBRARY_ROWS = 65
 """From so many rows on cuBLAS multiplies e4m3, where it can: at 144 rows in 13 us where `product` takes 17."""
 
@@ -52,7 +55,7 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None, chip: Chip, dtype: to
     elif weight.rounds:
         numbers, scale, _ = round_rows(rows, weight.kind, early=chip.early)
         out = rounded_product(numbers, scale, weight, bias, dtype, chip)
-    elif len(rows) > TILED_ROWS or rows.dtype == torch.float32 or (weight.kind == "int8" and weight.group):
+    elif len(rows) > _tiled_rows(weight, chip) or rows.dtype == torch.float32:
         out = dense_product(rows, weight, dtype)
         out = out if bias is None else out.add_(bias)
     else:
@@ -95,6 +98,12 @@ def rounded_product(
         )
         return out if bias is None else out.add_(bias)
     return product(numbers, weight, scale, bias, dtype, chip.processors, early=chip.early, shared=chip.shared)
+
+
+def _tiled_rows(weight: Packed, chip: Chip) -> int:
+    if weight.kind == "int4":
+        return WIDE_ROWS if chip.shared >= SHARED else TILED_ROWS
+    return 0 if weight.group else TILED_ROWS
 
 
 def _is_vector(x: Tensor, weight: Packed) -> bool:

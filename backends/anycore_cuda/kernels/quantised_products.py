@@ -23,8 +23,8 @@ from anycore_cuda.kernels.quantised_dense import bytes_to_float, nibble, pair_of
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a program: outputs and rows of its tile, columns a turn, warps, stages of the pipeline, and in how many
-    parts the columns are split.
+    """Of a program: outputs and rows of its tile, columns a turn, warps, stages of the pipeline, in how many parts
+    the columns are split, and with 4 bits how many more rows: both counts are powers of two, and their sum need not be.
     """
 
     outputs: int
@@ -33,6 +33,7 @@ class Shape:
     warps: int
     stages: int
     splits: int = 1
+    more: int = 0
 
 
 @triton.jit
@@ -111,21 +112,31 @@ def _byte_product(
     )
 
 
+@triton.jit
+def _columns_of(x_ptr, row, at, inside, rows, COLUMNS: tl.constexpr):
+    # Some columns of rows, as the right factor.
+    x_at = x_ptr + row.to(tl.int64)[None, :] * COLUMNS + at[:, None]
+    return tl.load(x_at, mask=(row < rows)[None, :] & inside[:, None], other=0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _nibble_product(
     x_ptr, data_ptr, scale_ptr, bias_ptr, out_ptr, rows, unit,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    GROUPS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, MORE: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * (ROWS + MORE) + tl.arange(0, ROWS)
     output = tl.program_id(1) * TILE + tl.arange(0, TILE)
     turns: tl.constexpr = (WORDS + 31) // 32
     each: tl.constexpr = (turns + SPLITS - 1) // SPLITS
     known = output < OUTPUTS
     data_at = data_ptr + output.to(tl.int64)[:, None] * WORDS
     pairs_at = scale_ptr.to(tl.pointer_type(tl.int32)) + output.to(tl.int64)[:, None] * GROUPS
-    x_at = x_ptr + row.to(tl.int64)[None, :] * COLUMNS
     acc = tl.zeros([TILE, ROWS], tl.float32)
+    if MORE:
+        more_row = tl.program_id(0) * (ROWS + MORE) + ROWS + tl.arange(0, MORE)
+        more = tl.zeros([TILE, MORE], tl.float32)
     start = tl.program_id(2) * each
     for turn in range(start, tl.minimum(start + each, turns)):
         word = turn * 32 + tl.arange(0, 32)
@@ -142,10 +153,17 @@ def _nibble_product(
                     scale, offset = pair_of(tl.load(pairs_at + group[None, :], mask=there, other=0))
             at = first + plane * WIDTH
             inside = (word < WORDS) & (at < COLUMNS)
-            x = tl.load(x_at + at[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0)
             numbers, origin = nibble(words, plane)
-            acc = tl.dot((numbers * scale - (origin * scale + offset)).to(x.dtype), x, acc)
+            tile = (numbers * scale - (origin * scale + offset)).to(x_ptr.dtype.element_ty)
+            acc = tl.dot(tile, _columns_of(x_ptr, row, at, inside, rows, COLUMNS), acc)
+            if MORE:
+                more = tl.dot(tile, _columns_of(x_ptr, more_row, at, inside, rows, COLUMNS), more)
     _write(acc, out_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, False, False, BIAS)
+    if MORE:
+        _write(
+            more, out_ptr, scale_ptr, scale_ptr, bias_ptr, output, more_row, rows, unit,
+            OUTPUTS, SPLITS, False, False, BIAS,
+        )  # fmt: skip
 
 
 SHARED = 227 << 10
@@ -159,6 +177,8 @@ def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -
     the processors there is little room, so that many rows want large tiles, and columns split until all are busy.
     """
     outputs, columns = weight.shape
+    if weight.kind == "int4" and rows > 64:
+        return _wide(weight, rows, processors)
     tile = 64 if rows <= 32 or weight.kind == "int4" else 128
     each = min(256 if weight.rounds else 32, max(16, triton.next_power_of_2(rows)))
     turn = 128 if weight.rounds else 64
@@ -172,6 +192,21 @@ def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -
     splits = resident * processors // (-(-outputs // tile) * -(-rows // each))
     splits = max(1, min(16, splits, turns // (2 if weight.kind == "int4" else 8)))
     return Shape(tile, each, turn, 8 if tile * each >= 128 * 128 else 4, stages, splits)
+
+
+WIDE = ((96, 64, 32), (128, 128, 0), (144, 128, 16), (160, 128, 32), (192, 128, 64))
+"""Up to so many rows, in two counts."""
+
+
+def _wide(weight: Packed, rows: int, processors: int) -> Shape:
+    """4 bits and many rows: a program to a processor, which widens a tile once for all of them."""
+    outputs, columns = weight.shape
+    # Rows of two turns are there at a time, of the matrix one; where groups are narrow, scales of two more.
+    fixed = (17 if weight.width == 32 else 48) << 10
+    fitting = ((each, more) for most, each, more in WIDE if rows <= most and (each + more) * 1024 + fixed <= SHARED)
+    each, more = next(fitting, (128, 0) if rows > 192 else (64, 32))
+    splits = processors // (-(-outputs // 128) * -(-rows // (each + more)))
+    return Shape(128, each, 64, 8, 2, max(1, min(16, splits, columns // 512)), more)
 
 
 def stage_bytes(weight: Packed, outputs: int, rows: int, turn: int) -> int:
@@ -204,7 +239,7 @@ def product(
     parts = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x.device) if split else out
     scales = weight.scale if row_scale is None else row_scale
     added = weight.scale if bias is None else bias
-    grid = (triton.cdiv(rows, shape.rows), triton.cdiv(outputs, shape.outputs), shape.splits)
+    grid = (triton.cdiv(rows, shape.rows + shape.more), triton.cdiv(outputs, shape.outputs), shape.splits)
     same = {
         "OUTPUTS": outputs, "COLUMNS": columns, "BIAS": bias is not None,
         "TILE": shape.outputs, "ROWS": shape.rows, "SPLITS": shape.splits,
@@ -213,7 +248,8 @@ def product(
     if weight.kind == "int4":
         launch(
             _nibble_product, grid, x, weight.data, weight.scale, added, parts, rows, weight.unit,
-            WORDS=weight.data.shape[1], WIDTH=weight.width, GROUP=weight.group, GROUPS=weight.groups, **same,
+            WORDS=weight.data.shape[1], WIDTH=weight.width, GROUP=weight.group, GROUPS=weight.groups, MORE=shape.more,
+            **same,
         )  # fmt: skip
     else:
         # With its own type, so that tiles go to the tensor cores as they lie in memory.
