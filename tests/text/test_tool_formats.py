@@ -116,6 +116,7 @@ def test_brackets_without_end_do_no_harm(form: ToolFormat) -> None:
     before = {
         "hermes": '<tool_call>{"name": "now", "arguments": ',
         "qwen3_coder": "<tool_call><function=now><parameter=a>",
+        "deepseek_v32": '<｜DSML｜invoke name="now"><｜DSML｜parameter name="a" string="false">',
         "glm45": "<tool_call>now<arg_key>a</arg_key><arg_value>",
         "kimi_k2": "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>",
         "pythonic": "[now(a=",
@@ -161,6 +162,7 @@ def test_arguments_come_as_soon_as_they_are_there(form: ToolFormat) -> None:
         ),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments", "deepseek_v31"),
         ("'<|tool_calls_section_begin|><|tool_call_begin|>' + id + '<|tool_call_argument_begin|>'", "kimi_k2"),
+        ("'<｜DSML｜invoke name=\"' + name + '\">'", "deepseek_v32"),
         ("'<start_function_call>call:' + name + '{'", "functiongemma"),
         ("'<|tool_call>call:' + name + '{'", "gemma4"),
         ("Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]", "pythonic"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from anycore import hookimpl
 from anycore.text.replies.deepseek import DeepSeekV3, DeepSeekV31
+from anycore.text.replies.deepseek_xml import DeepSeekV32
 from anycore.text.replies.gemma import FunctionGemma, Gemma4
 from anycore.text.replies.glm import Glm
 from anycore.text.replies.hermes import Hermes
@@ -21,6 +22,7 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
     Mistral(),
     DeepSeekV3(),
     DeepSeekV31(),
+    DeepSeekV32(),
     Kimi(),
     Gemma4(),
     FunctionGemma(),
