@@ -39,6 +39,7 @@ class Report(msgspec.Struct, frozen=True):
     table: str = ""
     kit: str = ""
     quick: bool = False
+    complete: bool = True  # False of a run that was broken off, which proves nothing
 
 
 def table_hash(spec: BackendSpec) -> str:
@@ -72,6 +73,9 @@ def read_reports(spec: BackendSpec) -> tuple[list[Report], list[str]]:
             report = msgspec.json.decode(path.read_bytes(), type=Report)
         except (OSError, msgspec.DecodeError) as error:
             troubles.append(f"{path} is not a report of anycore conformance: {error}")
+            continue
+        if not report.complete:
+            troubles.append(f"{path} is of a run that was broken off: run anycore conformance {spec.name} again")
             continue
         known = newest.get((report.device, report.quick))
         if known is None or known.date <= report.date:

@@ -136,6 +136,39 @@ def test_a_file_that_is_no_report_is_named(spec: BackendSpec) -> None:
     assert "bad.json is not a report of anycore conformance" in trouble
 
 
+def test_a_run_that_was_broken_off_proves_nothing(spec: BackendSpec) -> None:
+    write(spec, complete=False)
+    assert standings(spec) == [DECLARED, DECLARED]
+    (trouble,) = read_reports(spec)[1]
+    assert "board.json is of a run that was broken off: run anycore conformance echo again" in trouble
+
+
+def test_a_report_is_there_while_cases_run_and_says_that_it_is_not_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ANYCORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(conformance, "EVERY", 0.0)
+    path = tmp_path / "report.json"
+    seen: list[dict[str, Any]] = []
+
+    def cut_off(backend: str, tally: conformance.Tally, processes: int) -> int:
+        seen.append(json.loads(path.read_text()))
+        case = pytest.TestReport("suite.py::test_case", ("", 0, ""), {}, "passed", None, "call")
+        tally.pytest_runtest_logreport(case)
+        seen.append(json.loads(path.read_text()))
+        return 2  # as pytest does when interrupted
+
+    monkeypatch.setattr(conformance, "collect", cut_off)
+    assert main(["conformance", "cpu", "--report", str(path)]) == 1
+    assert [report["conformance"]["passed"] for report in seen] == [0, 1]
+    last = json.loads(path.read_text())
+    assert not any(report["complete"] for report in (*seen, last))
+    assert last["conformance"]["passed"] == 1
+    assert "of a run that was broken off written to" in capsys.readouterr().out
+    assert {file.name for file in tmp_path.iterdir() if file.is_file()} == {"report.json"}
+    assert not list((tmp_path / "cache").glob("evidence/*"))  # what this machine had proven before stays
+
+
 def test_conformance_writes_what_the_matrix_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +181,7 @@ def test_conformance_writes_what_the_matrix_reads(
         monkeypatch.setattr(TestBackend, name, None)
     assert main(["conformance", "cpu", "--report", str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
+    assert report["complete"]
     assert report["conformance"]["passed"] > 4
     worst = report["conformance"]["worst_error"]["float32"]
     assert 0 < worst["absolute"] < 1e-3

@@ -2,7 +2,8 @@
 
 Needs pytest. Exits with 0 only if a device was there and every case passed. The report is the evidence that `anycore
 matrix` shows on this machine, until the table or the kit changes; with --report, also what a backend keeps beside its
-table for everyone.
+table for everyone. That file is there from the start: of a run that is broken off it says what had come until then,
+and that it is not complete, so that it proves nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import platform
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,12 @@ QUICK = 8
 
 BACKEND = "ANYCORE_CONFORMANCE"
 """Tells contract/suite.py which backend it is about, in every process."""
+
+EVERY = 3.0
+"""Seconds between two writings of a report that is not complete."""
+
+ENDED = (0, 1)
+"""What pytest returns of a run that came to its end, without and with failures."""
 
 NEEDED = ("pytest", "transformers")
 
@@ -49,11 +58,9 @@ def run(options: argparse.Namespace) -> int:
     probe = spec.probe()
     if not probe.available:
         raise PluginError(f"no {spec.name} device: {probe.reason}. {probe.advice}", param="backend")
-    tally = Tally(options.quick)
-    code = collect(options.backend, tally, options.processes)
     device = probe.devices[0]
     words = ["anycore conformance", options.backend, *(["--quick"] if options.quick else [])]
-    report = {
+    facts = {
         "backend": spec.name,
         "device": device.name,
         "chip": device.chip,
@@ -63,15 +70,29 @@ def run(options: argparse.Namespace) -> int:
         "quick": options.quick,
         "versions": {**probe.versions, "anycore": __version__, "python": platform.python_version()},
         "command": " ".join(words),
-        "conformance": tally.as_dict(),
     }
+
+    def write(path: Path, complete: bool) -> None:
+        replace_file(path, {**facts, "complete": complete, "conformance": tally.as_dict()})
+
+    tally = Tally(options.quick, None if options.report is None else partial(write, options.report, False))
+    tally.tell()
+    code = collect(options.backend, tally, options.processes)
+    complete = code in ENDED
     own = evidence.local_report(spec, device.chip, options.quick)
-    own.parent.mkdir(parents=True, exist_ok=True)
-    for path in (own, options.report):
+    for path in (own if complete else None, options.report):
         if path is not None:
-            path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-            print(f"report written to {path}")
+            write(path, complete)
+            print(f"report{'' if complete else ' of a run that was broken off'} written to {path}")
     return 0 if code == 0 and tally.counts["passed"] else 1
+
+
+def replace_file(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON; whoever reads meanwhile finds the file as it was before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def collect(backend: str, tally: Tally, processes: int = 1) -> int:
@@ -89,10 +110,15 @@ def collect(backend: str, tally: Tally, processes: int = 1) -> int:
 
 
 class Tally:
-    """A pytest plugin that counts, remembers failures, and leaves cases out if asked to be quick."""
+    """A pytest plugin that counts, remembers failures, and leaves cases out if asked to be quick.
 
-    def __init__(self, quick: bool) -> None:
+    `tell` is called while cases end, at most every few seconds.
+    """
+
+    def __init__(self, quick: bool, tell: Callable[[], None] | None = None) -> None:
         self.quick = quick
+        self._tell = tell
+        self._next = 0.0  # moment from which on it is told again
         self.counts: Counter[str] = Counter()
         self.failures: dict[str, str] = {}
         self.worst: dict[str, dict[str, float]] = {}
@@ -118,6 +144,14 @@ class Tally:
             name, why = report.nodeid.rpartition("::")[2], lines[-1] if lines else ""
             self.failures[name] = why
             print(f"\nfailed: {name}: {why}", flush=True)  # at once: a run that is broken off has told
+
+        self.tell()
+
+    def tell(self) -> None:
+        now = time.monotonic()
+        if self._tell is not None and now >= self._next:
+            self._tell()
+            self._next = now + EVERY
 
     def as_dict(self) -> dict[str, Any]:
         kinds = {kind: self.counts[kind] for kind in ("passed", "failed", "skipped")}
