@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
+from llguidance import LLMatcher
 from tiny import tiny_lm
 
 from anycore import LLM, SamplingParams
-from anycore.engine.grammar import SECONDS, Grammars
+from anycore.engine.grammar import SECONDS, Grammars, GrammarState, Masks, unforced
 from anycore.engine.request import NewRequest
 from anycore.errors import AnycoreError
 from anycore.text import grammar
+from anycore.text.grammar import vocabulary
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -95,6 +98,52 @@ def test_the_device_does_not_wait_for_masks(llm: LLM, monkeypatch: pytest.Monkey
     pool = llm.engine.pool
     assert pool is not None
     assert pool.free == pool.size
+
+
+def state_of(llm: LLM, form: str) -> GrammarState:
+    assert llm.engine.grammars is not None
+    return llm.engine.grammars.compile(form).result().copy()
+
+
+def test_masks_of_many_rows_are_those_of_each_alone(llm: LLM) -> None:
+    """A row in error allows everything, and what ends a text does not pass for a token of it."""
+    forms = [grammar.json_schema(PERSON), grammar.regex("[ab]{3}"), grammar.choice(["x", "yes"])]
+    states = [state_of(llm, form) for form in forms * 3]
+    stop = next(iter(llm.spec.eos_ids))
+    assert not states[4].advance(stop)
+    assert states[4].error
+    masks = Masks(llm.spec.vocab_size)
+    into = np.zeros((len(states), masks.words), dtype=np.int32)
+    masks.start([(state.matcher, row) for row, state in enumerate(states)], into).result()
+    for row, state in enumerate(states):
+        alone = np.frombuffer(state_of(llm, forms[row % 3]).matcher.compute_bitmask(), dtype=np.int32)[: masks.words]
+        assert np.array_equal(into[row], np.full_like(alone, -1) if state.error else alone), row
+    assert not states[4].advance(stop)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        grammar.json_schema({"const": "abcabc"}),
+        grammar.choice(["abcabc"]),
+        grammar.composed("start: @answer", grammar.json_schema({"const": "abcabc"})),
+        grammar.composed('start: "abcabc"'),
+    ],
+)
+def test_the_model_cuts_a_text_that_has_to_come(llm: LLM, form: str) -> None:
+    """No tokenizer is asked while masks are made: every token that the text may begin with is allowed."""
+    matcher = LLMatcher(vocabulary(llm.tokenizer, llm.spec.vocab_size, llm.spec.eos_ids), unforced(form), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    for quote in llm.tokenizer.encode('"', add_special_tokens=False):
+        if "const" in form:
+            assert matcher.consume_token(quote)
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    texts = {llm.tokenizer.token_bytes(int(token)) for token in np.flatnonzero(bits)}
+    known = {llm.tokenizer.token_bytes(token) for token in range(llm.tokenizer.vocab_size)}
+    assert b"a" in texts
+    assert {text for text in texts if text.strip()} == {
+        text for text in known if text and (b"abcabc" + (b'"' if "const" in form else b"")).startswith(text)
+    }
 
 
 def test_sequences_of_one_request_go_their_own_ways(llm: LLM) -> None:
