@@ -72,7 +72,8 @@ def starts(model: str, file: str, flags: Words, ids: Ids, rounds: int) -> bool:
 def streams(model: str, flags: Words, ids: Ids, rounds: int) -> bool:
     """Tokens a second of all streams, beside those of `anycore bench offline`."""
     work = GENERATIONS["G2"]
-    online, offline = [], []
+    online: list[float] = []
+    offline: list[float] = []
     for _ in range(rounds):
         command = [*ANYCORE, "bench", "offline", model, "--workload", "G2", "--runs", "1", *flags]
         offline.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["out_tok_s"])
