@@ -15,6 +15,7 @@ from engines import engine, run
 from anycore.engine.pooling import finish_scores, finish_vector
 from anycore.engine.request import PoolingParams
 from anycore.errors import AnycoreError, BadRequest, ConfigError, NonFiniteOutput
+from anycore.llm import LLM
 from anycore.models.source import locate
 from anycore.models.spec import ScoreSpec, read_spec
 
@@ -214,3 +215,17 @@ def test_e11_a_budget_below_the_longest_input_is_refused(t_xlmr: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be split") as caught:
         engine(t_xlmr, max_num_batched_tokens=32, max_num_seqs=4)
     assert caught.value.param == "max_num_batched_tokens"
+
+
+def test_llm_scores_and_embeds_many_as_one_by_one(t_ce: Path, t_bert: Path) -> None:
+    rng = random.Random(0)
+    words = " ".join(tiny.CORPUS).split()
+    pairs = [(" ".join(rng.choices(words, k=3)), " ".join(rng.choices(words, k=rng.randint(1, 40)))) for _ in range(80)]
+    settings = {"backend": "cpu", "dtype": "float32", "max_num_batched_tokens": 512, "threads": 1}
+    reranker = LLM(str(t_ce), **settings)
+    queries, documents = zip(*pairs, strict=True)
+    alone = [score for pair in pairs for score in reranker.score(*map(list, zip(pair, strict=True)))]
+    assert reranker.score(queries, documents) == pytest.approx(alone, abs=1e-6)
+    embedder = LLM(str(t_bert), **settings)
+    vectors = np.array([embedder.embed(document)[0] for document in documents])
+    assert np.abs(np.array(embedder.embed(documents)) - vectors).max() <= 1e-6
