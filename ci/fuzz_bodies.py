@@ -50,6 +50,8 @@ COHERE: list[dict[str, Any]] = [
     {"inputs": [{"content": [{"type": "text", "text": "a"}]}], "output_dimension": 64, "truncate": "START"},
 ]
 TEI: list[dict[str, Any]] = [{"inputs": ["a", "the river"], "truncate": True, "truncation_direction": "Left"}]
+COMPARED: list[dict[str, Any]] = [{"inputs": {"source_sentence": "a", "sentences": ["the river"]}, "truncate": True}]
+PREDICTED: list[dict[str, Any]] = [{"inputs": [["a river", "the bank"], ["a"]]}, {"inputs": "a", "raw_scores": True}]
 CLASSES: list[dict[str, Any]] = [{"input": ["a river", "the bank"], "use_activation": False, "truncate": "END"}]
 TEXTS: list[dict[str, Any]] = [{"query": "a river", "texts": ["the bank", "a fox"], "return_text": True}]
 RANKS: list[dict[str, Any]] = [
@@ -70,6 +72,8 @@ FAMILIES: list[tuple[str, str, list[dict[str, Any]]]] = [
     ("embed", "/v1/embeddings", EMBEDDINGS),
     ("embed", "/v1/embed /v2/embed", COHERE),
     ("embed", "/embed", TEI),
+    ("embed", "/similarity", COMPARED),
+    ("rerank", "/predict", PREDICTED),
     ("rerank", "/classify /v1/classify", CLASSES),
     ("rerank", "/rerank", RANKS + TEXTS),
     ("rerank", "/v1/rerank /v2/rerank", RANKS),

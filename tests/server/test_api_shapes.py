@@ -169,6 +169,18 @@ def test_e11_directions(api: httpx.Client) -> None:
     error_of(api.post("/embed", json=crossed), 400, "truncation_direction")
 
 
+def test_cosines_with_one_text(api: httpx.Client) -> None:
+    inputs = {"source_sentence": "yes", "sentences": [*TEXTS, "yes"]}
+    found = ok(api.post("/similarity", json={"model": "bert", "inputs": inputs}))
+    source, *others = np.array(ours(api, "bert", ["yes", *TEXTS, "yes"]))
+    assert found == pytest.approx([float(source @ other) for other in others], abs=1e-6)
+    assert found[2] == pytest.approx(1, abs=1e-6)
+    for wrong, param in (({**inputs, "sentences": []}, "inputs.sentences"), (["a"], "inputs")):
+        error_of(api.post("/similarity", json={"model": "bert", "inputs": wrong}), 400, param)
+    inputs["sentences"].append(LONG)
+    error_of(api.post("/similarity", json={"model": "bert", "inputs": inputs}), 400, "inputs.sentences[3]")
+
+
 def test_the_only_model_needs_no_name(shapes: httpx.Client) -> None:
     assert len(ok(shapes.post("/embed", json={"inputs": TEXTS}))) == 2
     assert len(ok(shapes.post("/rerank", json={"query": "a", "texts": TEXTS}))) == 2
@@ -240,6 +252,45 @@ def test_h07_what_has_no_labels(api: httpx.Client) -> None:
         error_of(api.post("/classify", json={"model": model, "input": "a"}), 400, "model", "task_not_supported")
     error_of(api.post("/classify", json={"model": "ce", "input": ["a", ""]}), 400, "input[1]")
     error_of(api.post("/classify", json={"model": "ce", "input": LONG}), 400, "input")
+
+
+def test_predictions_are_sorted_and_pairs_are_one_input(shapes: httpx.Client) -> None:
+    def predict(inputs: Any, **more: Any) -> Any:
+        return ok(shapes.post("/predict", json={"model": "classes", "inputs": inputs, **more}))
+
+    first, second = ok(shapes.post("/classify", json={"model": "classes", "input": TEXTS}))["data"]
+    alone = predict(TEXTS[0])
+    assert [each["score"] for each in alone] == sorted(first["probs"], reverse=True)
+    assert alone[0]["label"] == first["label"]
+    assert {each["label"] for each in alone} == {"bad", "good"}
+    pair = predict(TEXTS)
+    (score,) = ok(shapes.post("/v1/score", json={"model": "classes", "text_1": TEXTS[0], "text_2": TEXTS[1]}))["data"]
+    assert {each["label"]: each["score"] for each in pair}["good"] == pytest.approx(score["score"], abs=1e-6)
+    batch = predict([TEXTS[:1], TEXTS, [TEXTS[1]]])
+    assert [len(each) for each in batch] == [2, 2, 2]
+    scores = [each["score"] for found in (alone, pair) for each in found]
+    assert [each["score"] for found in batch[:2] for each in found] == pytest.approx(scores, abs=1e-6)
+    assert batch[2][0]["label"] == second["label"]
+    assert sum(each["score"] for each in predict("a", raw_scores=True)) != pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "param"),
+    [
+        ([], "inputs"),
+        ("", "inputs"),
+        (["a", "b", "c"], "inputs"),
+        ([["a"], "b"], "inputs[1]"),
+        ([["a"], ["b", ""]], "inputs[1]"),
+        ([["a"], []], "inputs[1]"),
+        ([["a"], [LONG]], "inputs[1]"),
+        ([["a"]] * 2049, "inputs"),
+        ({"a": 1}, "inputs"),
+        (5, "inputs"),
+    ],
+)
+def test_e10_what_cannot_be_predicted_is_named(api: httpx.Client, inputs: Any, param: str) -> None:
+    error_of(api.post("/predict", json={"model": "ce", "inputs": inputs}), 400, param)
 
 
 # --- /load ----------------------------------------------------------------------------------------------------------

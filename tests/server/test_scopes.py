@@ -23,7 +23,7 @@ METRICS = {"/metrics", "/load"}
 ADMIN = {f"/v1/models/{{name:path}}/{change}" for change in ("reload", "unload", "load", "move")}
 INFER = {"/v1/chat/completions", "/v1/completions", "/v1/embeddings"}
 INFER |= {"/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"}
-INFER |= {"/v1/embed", "/v2/embed", "/embed", "/classify", "/v1/classify"}
+INFER |= {"/v1/embed", "/v2/embed", "/embed", "/similarity", "/predict", "/classify", "/v1/classify"}
 INFER |= {"/v2/rerank", "/v1/rerank", "/rerank", "/v1/score", "/score"}
 INFER |= {"/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"}
 

@@ -1,4 +1,5 @@
-"""POST /classify and /v1/classify: how likely each label of a classifier is for a text, in vLLM's shape."""
+"""How likely each label of a classifier is for a text: POST /classify and /v1/classify in vLLM's shape, /predict in
+TEI's."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from anycore.contract.declare import Task
 from anycore.engine.request import Delta, PoolingParams
 from anycore.errors import NonFiniteOutput, TaskNotSupported
 from anycore.server.bodies import JsonRoute
-from anycore.server.door import Caller, State, admit, reply_id
+from anycore.server.door import Caller, State, admit, offload, reply_id
 from anycore.server.embeddings import names_of, rendered_of
 from anycore.server.pooled import pooled, usage_of
 from anycore.server.protocol import responses
-from anycore.server.protocol_embed import Classification, Classified, ClassifyBody
+from anycore.server.protocol_embed import Classification, Classified, ClassifyBody, PredictBody, Prediction
 from anycore.server.scopes import INFER
 from anycore.server.sse import json_response, unless_gone
+from anycore.text.render import Rendered
 
 if TYPE_CHECKING:
     from anycore.server.state import ServedModel
@@ -49,6 +51,35 @@ async def classify(request: Request, body: ClassifyBody, state: State, caller: C
     return json_response(reply)
 
 
+@router.post("/predict", response_model=None, responses=responses(list[Prediction] | list[list[Prediction]]))
+async def predict(request: Request, body: PredictBody, state: State, caller: Caller) -> Response:
+    """Return the labels of a text or a pair of texts, the likeliest first, as text-embeddings-inference does; of a list
+    of lists, a list for each."""
+    model = admit(state, body, body.model, Task.RERANK)
+    labels = labels_of(model)
+    sequences = body.sequences
+    names = [f"inputs[{i}]" if body.is_batch else "inputs" for i in range(len(sequences))]
+    truncate, side = body.cut()
+
+    def render(item: tuple[list[str], str]) -> Rendered:
+        texts, name = item
+        if len(texts) == 1:
+            return model.renderer.embedding(texts[0], None, truncate, side, param=name)
+        return model.renderer.pair(texts[0], texts[1], None, truncate, side, param=name)
+
+    items = list(zip(sequences, names, strict=True))
+    size = sum(len(text) for texts in sequences for text in texts)
+    rendered = await offload(size, lambda: list(model.renderer.each(render, items)))
+    work = pooled(
+        model, rendered, names, PoolingParams(raw_scores=body.raw_scores), body, caller, state.config.log_prompts
+    )
+    found: list[list[Prediction]] = []
+    for answer, name in zip(await unless_gone(request.receive, work), names, strict=True):
+        scores = zip(scores_of(answer, name), labels, strict=True)
+        found.append([{"score": score, "label": label} for score, label in sorted(scores, key=lambda pair: -pair[0])])
+    return json_response(found if body.is_batch else found[0])
+
+
 def labels_of(model: ServedModel) -> list[str]:
     """The names of a classifier's labels, from its files, in the order of their ids.
 
@@ -65,8 +96,18 @@ def labels_of(model: ServedModel) -> list[str]:
 
 
 def _entry(index: int, answer: Delta, labels: list[str], name: str) -> Classified:
+    scores = scores_of(answer, name)
+    likeliest = max(range(len(labels)), key=lambda i: scores[i])
+    return {"index": index, "label": labels[likeliest], "probs": scores, "num_classes": len(labels)}
+
+
+def scores_of(answer: Delta, name: str) -> list[float]:
+    """The scores of an answer, one a label.
+
+    Raises:
+        NonFiniteOutput: one is NaN or infinity.
+    """
     scores = answer.scores or []
     if not all(map(math.isfinite, scores)):
         raise NonFiniteOutput(f"{name}: the score is NaN or infinity", param=name)
-    likeliest = max(range(len(labels)), key=lambda i: scores[i])
-    return {"index": index, "label": labels[likeliest], "probs": scores, "num_classes": len(labels)}
+    return scores

@@ -1,4 +1,5 @@
-"""POST /v1/embed and /v2/embed, in Cohere's shapes, and /embed, in that of text-embeddings-inference."""
+"""POST /v1/embed and /v2/embed, in Cohere's shapes, and /embed and /similarity, in those of
+text-embeddings-inference."""
 
 from __future__ import annotations
 
@@ -18,7 +19,13 @@ from anycore.server.door import Caller, State, admit, reply_id
 from anycore.server.embeddings import dimensions_of, in_base64, names_of, rendered_of, vectors_of
 from anycore.server.named import named_as
 from anycore.server.protocol import responses
-from anycore.server.protocol_embed import CohereEmbedBody, CohereEmbeddings, TeiEmbedBody, VectorsByType
+from anycore.server.protocol_embed import (
+    CohereEmbedBody,
+    CohereEmbeddings,
+    SimilarityBody,
+    TeiEmbedBody,
+    VectorsByType,
+)
 from anycore.server.scopes import INFER
 from anycore.server.sse import json_response
 from anycore.text.prompts import DOCUMENT_PROMPTS, QUERY_PROMPTS
@@ -71,6 +78,20 @@ async def tei_embed(request: Request, body: TeiEmbedBody, state: State, caller: 
     rendered = await rendered_of(model, body.inputs, names, body.prompt_name, *body.cut())
     vectors, _ = await vectors_of(request, state, caller, model, rendered, names, params, body)
     return json_response([vector.tolist() for vector in vectors])
+
+
+@router.post("/similarity", response_model=None, responses=responses(list[float]))
+async def similarity(request: Request, body: SimilarityBody, state: State, caller: Caller) -> Response:
+    """Return the cosine of one text with each of others, as text-embeddings-inference does."""
+    model = admit(state, body, body.model, Task.EMBED)
+    texts = [body.inputs.source_sentence, *body.inputs.sentences]
+    others = [f"inputs.sentences[{i}]" for i in range(len(body.inputs.sentences))]
+    names = ["inputs.source_sentence", *others]
+    rendered = await rendered_of(model, texts, names, None, *body.cut())
+    params = PoolingParams(normalize=True)
+    (source, *vectors), _ = await vectors_of(request, state, caller, model, rendered, names, params, body)
+    wide = source.astype(np.float64)
+    return json_response([float(wide @ vector) for vector in vectors])
 
 
 def prompt_name(kind: str | None, pooling: PoolingSpec | None) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic.json_schema import WithJsonSchema
 from typing_extensions import NotRequired, TypedDict
 
 from anycore.errors import BadRequest
@@ -74,6 +75,68 @@ class TeiEmbedBody(TeiBody):
     prompt_name: str | None = Field(None, description="a prompt of the model's files, put before each text")
     normalize: bool = True
     dimensions: int | None = Field(None, ge=1, le=2**16)
+
+
+class Compared(Body):
+    source_sentence: Annotated[str, Field(min_length=1)]
+    sentences: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1, max_length=MAX_INPUTS)
+
+
+class SimilarityBody(TeiBody):
+    inputs: Compared
+
+
+def sequences_of(value: Any) -> list[list[str]]:
+    """Sequences of one text or a pair: a string or a list of strings is one, a list of lists is several.
+
+    Raises:
+        BadRequest: naming the one that is neither.
+    """
+    if isinstance(value, str):
+        value = [value]
+    several = isinstance(value, list) and bool(value) and isinstance(value[0], list)
+    found: list[Any] = value if several else [value]
+    if len(found) > MAX_INPUTS:
+        raise BadRequest(f"inputs takes at most {MAX_INPUTS} entries, {len(found)} given", param="inputs")
+    for i, item in enumerate(found):
+        texts = isinstance(item, list) and len(item) in (1, 2) and all(isinstance(each, str) and each for each in item)
+        if not texts:
+            name = f"inputs[{i}]" if several else "inputs"
+            raise BadRequest(f"{name} must be a text or a pair of texts, none of them empty", param=name)
+    return found
+
+
+def _checked(value: Any) -> Any:
+    sequences_of(value)
+    return value
+
+
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_SEQUENCE: dict[str, Any] = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 2}
+_PREDICTED = {"type": "array", "items": _SEQUENCE, "minItems": 1, "maxItems": MAX_INPUTS}
+
+
+class PredictBody(TeiBody):
+    inputs: Annotated[
+        str | list[str] | list[list[str]],
+        BeforeValidator(_checked),
+        WithJsonSchema({"title": "inputs", "anyOf": [_TEXT, _SEQUENCE, _PREDICTED]}),
+    ] = Field(description="a text, a pair of texts, or a list of lists of one or two")
+    raw_scores: bool = Field(False, description="logits, before the activation")
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether a list of lists was sent, be it of one."""
+        return isinstance(self.inputs, list) and isinstance(self.inputs[0], list)
+
+    @property
+    def sequences(self) -> list[list[str]]:
+        return sequences_of(self.inputs)
+
+
+class Prediction(TypedDict):
+    score: float
+    label: str
 
 
 class ClassifyBody(PoolBody):

@@ -36,6 +36,8 @@ OPERATIONS = {
     "/embed": "embeddings",
     "/classify": "classify",
     "/v1/classify": "classify",
+    "/predict": "classify",
+    "/similarity": "embeddings",
     "/rerank": "rerank",
     "/v1/rerank": "rerank",
     "/v2/rerank": "rerank",
