@@ -212,7 +212,7 @@ def test_columns_may_be_split(splits: int) -> None:
             numbers, scale = (x, None) if not packed.rounds else round_rows(x, packed.kind)[:2]
             factor = x.double() if not packed.rounds else rounded_twice(x, packed.kind)
             exact = factor @ exact_rows(weight).T + bias
-            out = product(numbers, packed, scale, bias, torch.float32, 2, Shape(64, 16, 64, 4, 1, splits))
+            out = product(numbers, packed, scale, bias, torch.float32, 2, Shape(64, 16, 128, 4, 1, splits))
             torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=4e-3)
 
 

@@ -124,8 +124,11 @@ def _nibble_product(
     x_ptr, data_ptr, scale_ptr, bias_ptr, out_ptr, rows, unit,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, MORE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    TURN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    # A turn is all planes of 32 words, or four: then the other four follow when all turns are done, so that less is
+    # under way at a time. The words are still in the cache then.
+    PLANES: tl.constexpr = TURN // 32
     row = tl.program_id(0) * (ROWS + MORE) + tl.arange(0, ROWS)
     output = tl.program_id(1) * TILE + tl.arange(0, TILE)
     turns: tl.constexpr = (WORDS + 31) // 32
@@ -138,26 +141,27 @@ def _nibble_product(
         more_row = tl.program_id(0) * (ROWS + MORE) + ROWS + tl.arange(0, MORE)
         more = tl.zeros([TILE, MORE], tl.float32)
     start = tl.program_id(2) * each
-    for turn in range(start, tl.minimum(start + each, turns)):
-        word = turn * 32 + tl.arange(0, 32)
-        there = known[:, None] & (word < WORDS)[None, :]
-        words = tl.load(data_at + word[None, :], mask=there, other=0)
-        first = word // WIDTH * (8 * WIDTH) + word % WIDTH  # a word's column in the first plane
-        for plane in tl.static_range(8):
-            if plane % 4 == 0:
-                if WIDTH == 32:  # all of a turn are of one group
-                    group = tl.minimum((turn * 256 + plane * 32) // GROUP, GROUPS - 1)
-                    scale, offset = pair_of(tl.load(pairs_at + group, mask=known[:, None], other=0))
-                else:
-                    group = tl.minimum((first + plane * WIDTH) // GROUP, GROUPS - 1)
-                    scale, offset = pair_of(tl.load(pairs_at + group[None, :], mask=there, other=0))
-            at = first + plane * WIDTH
-            inside = (word < WORDS) & (at < COLUMNS)
-            numbers, origin = nibble(words, plane)
-            tile = (numbers * scale - (origin * scale + offset)).to(x_ptr.dtype.element_ty)
-            acc = tl.dot(tile, _columns_of(x_ptr, row, at, inside, rows, COLUMNS), acc)
-            if MORE:
-                more = tl.dot(tile, _columns_of(x_ptr, more_row, at, inside, rows, COLUMNS), more)
+    for lowest in tl.static_range(0, 8, PLANES):
+        for turn in range(start, tl.minimum(start + each, turns)):
+            word = turn * 32 + tl.arange(0, 32)
+            there = known[:, None] & (word < WORDS)[None, :]
+            words = tl.load(data_at + word[None, :], mask=there, other=0)
+            first = word // WIDTH * (8 * WIDTH) + word % WIDTH  # a word's column in the first plane
+            for plane in tl.static_range(lowest, lowest + PLANES):
+                if plane % 4 == 0:
+                    if WIDTH == 32:  # all of a turn are of one group
+                        group = tl.minimum((turn * 256 + plane * 32) // GROUP, GROUPS - 1)
+                        scale, offset = pair_of(tl.load(pairs_at + group, mask=known[:, None], other=0))
+                    else:
+                        group = tl.minimum((first + plane * WIDTH) // GROUP, GROUPS - 1)
+                        scale, offset = pair_of(tl.load(pairs_at + group[None, :], mask=there, other=0))
+                at = first + plane * WIDTH
+                inside = (word < WORDS) & (at < COLUMNS)
+                numbers, origin = nibble(words, plane)
+                tile = (numbers * scale - (origin * scale + offset)).to(x_ptr.dtype.element_ty)
+                acc = tl.dot(tile, _columns_of(x_ptr, row, at, inside, rows, COLUMNS), acc)
+                if MORE:
+                    more = tl.dot(tile, _columns_of(x_ptr, more_row, at, inside, rows, COLUMNS), more)
     _write(acc, out_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, False, False, BIAS)
     if MORE:
         _write(
@@ -181,16 +185,15 @@ def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -
         return _wide(weight, rows, processors)
     tile = 64 if rows <= 32 or weight.kind == "int4" else 128
     each = min(256 if weight.rounds else 32, max(16, triton.next_power_of_2(rows)))
-    turn = 128 if weight.rounds else 64
+    turn = 256 if weight.kind == "int4" else 128 if weight.rounds else 64
     while 2 * stage_bytes(weight, tile, each, turn) > shared and max(tile, each) > 16:
         tile, each = (tile // 2, each) if tile > 64 or each == 16 else (tile, each // 2)
     # Dots of 4 bits wait for each other: more programs at a time hide that, where fewer stages leave room for them.
     stages = max(2, min(3 if weight.kind == "int4" else 4, shared // stage_bytes(weight, tile, each, turn)))
     # As many programs as run at a time, if columns are enough for eight turns each.
     resident = max(1, min(3, shared // (stages * stage_bytes(weight, tile, each, turn))))
-    turns = columns // 256 if weight.kind == "int4" else columns // turn
     splits = resident * processors // (-(-outputs // tile) * -(-rows // each))
-    splits = max(1, min(16, splits, turns // (2 if weight.kind == "int4" else 8)))
+    splits = max(1, min(16, splits, columns // turn // (2 if weight.kind == "int4" else 8)))
     return Shape(tile, each, turn, 8 if tile * each >= 128 * 128 else 4, stages, splits)
 
 
@@ -201,18 +204,18 @@ WIDE = ((96, 64, 32), (128, 128, 0), (144, 128, 16), (160, 128, 32), (192, 128, 
 def _wide(weight: Packed, rows: int, processors: int) -> Shape:
     """4 bits and many rows: a program to a processor, which widens a tile once for all of them."""
     outputs, columns = weight.shape
-    # Rows of two turns are there at a time, of the matrix one; where groups are narrow, scales of two more.
-    fixed = (17 if weight.width == 32 else 48) << 10
-    fitting = ((each, more) for most, each, more in WIDE if rows <= most and (each + more) * 1024 + fixed <= SHARED)
-    each, more = next(fitting, (128, 0) if rows > 192 else (64, 32))
+    each, more = next(((each, more) for most, each, more in WIDE if rows <= most), (128, 0))
+    # Of the matrix a turn less is under way than of the rows; of narrow groups' scales as much again.
+    matrix = 128 * (132 if weight.width == 32 else 256)
+    stages = min(4, (SHARED + matrix) // ((each + more) * 2 * 128 + matrix))
     splits = processors // (-(-outputs // 128) * -(-rows // (each + more)))
-    return Shape(128, each, 64, 8, 2, max(1, min(16, splits, columns // 512)), more)
+    return Shape(128, each, 128, 8, stages, max(1, min(16, splits, columns // 512)), more)
 
 
 def stage_bytes(weight: Packed, outputs: int, rows: int, turn: int) -> int:
-    """Shared memory of what is under way: tiles of the matrix and of rows; of four bits 256 columns, with scales."""
+    """Shared memory of what is under way: tiles of the matrix and of rows; of four bits 32 words, with scales."""
     if weight.kind == "int4":
-        return outputs * (32 * 4 + 4 * PLANES) + rows * 2 * 32 * PLANES
+        return outputs * (32 * 4 + 4 * PLANES) + rows * 2 * turn
     return turn * (outputs + rows * (1 if weight.rounds else 2)) + (0 if weight.rounds else turn * outputs)
 
 
@@ -249,7 +252,7 @@ def product(
         launch(
             _nibble_product, grid, x, weight.data, weight.scale, added, parts, rows, weight.unit,
             WORDS=weight.data.shape[1], WIDTH=weight.width, GROUP=weight.group, GROUPS=weight.groups, MORE=shape.more,
-            **same,
+            TURN=shape.columns, **same,
         )  # fmt: skip
     else:
         # With its own type, so that tiles go to the tensor cores as they lie in memory.
