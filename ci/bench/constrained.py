@@ -156,9 +156,8 @@ def main() -> None:
     llm = LLM(options.model, task="generate", dtype=options.dtype, max_model_len=1024, max_num_seqs=options.batch)
     item, example = SCHEMAS[options.schema]
     ops = llm.engine.runner.backend.ops
-    sample = ops.sample
     if options.writes == "document":
-        ops.sample = writing(llm, json.dumps([example] * 200))  # type: ignore[method-assign]
+        vars(ops)["sample"] = writing(llm, json.dumps([example] * 200))
     spent: dict[str, list[float]] = defaultdict(list)
     sampler = llm.engine.runner.sampler
     watched(sampler._masks, "fill", spent["filling"])
@@ -190,7 +189,7 @@ def main() -> None:
         p99 = quantiles(times, n=100)[-1]
         print(f"{name}: mean {fmean(times):.3f} p50 {median(times):.3f} p99 {p99:.3f} ms of {len(times)} steps")
 
-    ops.sample = sample  # type: ignore[method-assign]
+    vars(ops).pop("sample", None)
     delays = []
     for number in range(-1, 2 * options.turns):
         found = []
