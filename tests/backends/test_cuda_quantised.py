@@ -12,12 +12,12 @@ from torch import Tensor
 from anycore.contract.backend import Backend
 from anycore.contract.check_weights import check_quantised, exact_rows, fp8_weight, int4_weight, int8_weight
 from anycore.contract.weights import Int4Weight, QuantisedWeight
-from anycore_cuda.kernels import quantised_products
 from anycore_cuda.kernels.int4 import nibble_matvec
 from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import dense_product, dense_rows
-from anycore_cuda.kernels.quantised_products import Shape, product
+from anycore_cuda.kernels.quantised_products import product
 from anycore_cuda.kernels.quantised_rows import TORCH, fix, round_rows
+from anycore_cuda.kernels.quantised_shapes import Shape, shape_of
 from anycore_cuda.ops import CudaOps
 
 HALF = torch.float16
@@ -194,7 +194,7 @@ def test_rows_that_are_no_power_of_two_are_two_counts_of_them(rows: int) -> None
     generator = torch.Generator().manual_seed(rows)
     weight = int4_weight((150, 352), 32, HALF, generator)
     packed, x = opened().ops.pack(weight), torch.randn(rows, 352, generator=generator).half()
-    shape = quantised_products.shape_of(packed, rows, 132)
+    shape = shape_of(packed, rows, 132)
     assert shape.more
     out = product(x, packed, None, None, torch.float32, 132, shape)
     torch.testing.assert_close(out.double(), x.double() @ exact_rows(weight).T, rtol=4e-3, atol=4e-3)
@@ -232,6 +232,6 @@ def test_many_rows_meet_a_tile_of_the_matrix_at_a_time(monkeypatch: pytest.Monke
 def test_a_few_tiles_are_split_until_the_processors_are_busy() -> None:
     packed = pack(int4_weight((64, 8192), 128, HALF, torch.Generator().manual_seed(0)), e4m3=True)
     assert isinstance(packed, Packed)
-    shapes = [quantised_products.shape_of(packed, rows, 132) for rows in (2, 16, 64, 256)]
+    shapes = [shape_of(packed, rows, 132) for rows in (2, 16, 64, 256)]
     assert all(shape.splits > 1 for shape in shapes)
     assert [shape.rows for shape in shapes[:2]] == [16, 16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +14,18 @@ from anycore_cuda.kernels.int4 import nibble_matvec
 from anycore_cuda.kernels.int8 import byte_matvec
 from anycore_cuda.kernels.quantised import Packed
 from anycore_cuda.kernels.quantised_dense import dense_product
-from anycore_cuda.kernels.quantised_products import SHARED, product
+from anycore_cuda.kernels.quantised_products import product
 from anycore_cuda.kernels.quantised_rows import fix, round_rows
+from anycore_cuda.kernels.quantised_shapes import SHARED
 
 TILED_ROWS = 64
 """So many rows at most are multiplied by tiles that are widened in registers; for more the matrix is made dense."""
 
-WIDE_ROWS = 256
-"""The same of 4 bits, where a program has the shared memory for so many."""
+WIDE_ROWS = 192
+"""The same of 4 bits and large matrices, where a program has the shared memory for so many."""
+
+LARGE = 1 << 25
+"""Numbers of a matrix: of smaller ones, tiles are too few for all processors."""
 
 LIBRARY_ROWS = 65
 """From so many rows on cuBLAS multiplies e4m3, where it can: at 144 rows in 13 us where `product` takes 17."""
@@ -102,7 +107,7 @@ def rounded_product(
 
 def _tiled_rows(weight: Packed, chip: Chip) -> int:
     if weight.kind == "int4":
-        return WIDE_ROWS if chip.shared >= SHARED else TILED_ROWS
+        return WIDE_ROWS if chip.shared >= SHARED and math.prod(weight.shape) >= LARGE else TILED_ROWS
     return 0 if weight.group else TILED_ROWS
 
 

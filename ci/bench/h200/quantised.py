@@ -31,8 +31,9 @@ from anycore_cuda.kernels.int8 import byte_matvec
 from anycore_cuda.kernels.launch import launch
 from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import WORKSPACE, dense_product, dense_rows
-from anycore_cuda.kernels.quantised_products import SHARED, Shape, _join, product, shape_of, stage_bytes
+from anycore_cuda.kernels.quantised_products import _join, product
 from anycore_cuda.kernels.quantised_rows import fix, round_rows
+from anycore_cuda.kernels.quantised_shapes import SHARED, Shape, shape_of, stage_bytes
 
 STARTED = time.perf_counter()
 SECONDS = float(os.environ.get("SECONDS", "170"))
@@ -253,10 +254,15 @@ def jobs(backend: CudaBackend, where: str, name: str, counts: tuple[int, ...], t
 
 VECTORS = {
     "int4": (
-        *((4, 64, 2, n) for n in (6, 8, 10, 12, 14)), *((4, 128, 4, n) for n in (3, 4, 5, 6, 7)),
-        *((4, 32, 1, n) for n in (12, 16, 20, 24, 28)), *((8, 16, 1, n) for n in (12, 16, 20, 24)),
-        *((4, 16, 1, n) for n in (16, 24, 32)), *((8, 32, 2, n) for n in (6, 8, 10)),
-        *((2, 128, 4, n) for n in (6, 8)), (8, 64, 4, 4), (8, 32, 1, 16),
+        *((4, 64, 2, n) for n in (6, 8, 10, 12, 14)),
+        *((4, 128, 4, n) for n in (3, 4, 5, 6, 7)),
+        *((4, 32, 1, n) for n in (12, 16, 20, 24, 28)),
+        *((8, 16, 1, n) for n in (12, 16, 20, 24)),
+        *((4, 16, 1, n) for n in (16, 24, 32)),
+        *((8, 32, 2, n) for n in (6, 8, 10)),
+        *((2, 128, 4, n) for n in (6, 8)),
+        (8, 64, 4, 4),
+        (8, 32, 1, 16),
     ),
     "byte": ((4, 512, 1), (4, 1024, 2), (4, 2048, 4), (8, 1024, 2), (8, 2048, 4), (2, 2048, 4), (2, 4096, 8)),
 }
