@@ -13,7 +13,7 @@ from anycore.contract.backend import Backend
 from anycore.contract.declare import BackendSpec
 from anycore.contract.formats import SCHEMES
 from anycore.contract.ops import Ops
-from anycore.contract.weights import DenseWeight, Int4Weight, Weight
+from anycore.contract.weights import DenseWeight, Int4Weight, Int8Weight, Weight
 from anycore.plugins import Plugins
 from anycore_cpu.memory import CpuMemory
 
@@ -51,6 +51,8 @@ class KeepingOps(Ops):
         if isinstance(weight, DenseWeight):
             return weight.data
         self.packed.append(replace(weight))
+        if isinstance(weight, Int8Weight) and weight.group < weight.shape[1]:
+            return replace(weight, scale=weight.scale.bfloat16())  # exactly: they have eight bits
         return Nibbles.of(weight) if isinstance(weight, Int4Weight) else weight
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from anycore import plugins
 from anycore.config import ModelConfig
+from anycore.contract.formats import Format
 from anycore.contract.weights import Fp8Weight, Int4Weight, Int8Weight
 from anycore.engine.launch import Prepared, build, prepare
 from anycore.errors import ConfigError, Unsupported
@@ -157,8 +158,10 @@ QWEN = {
 @pytest.mark.parametrize("config", [SMOLLM2, GEMMA3, QWEN], ids=["smollm2-135m", "gemma3-270m", "qwen2.5-7b"])
 def test_shares_of_real_models(config: dict[str, Any], scheme: str, most: float) -> None:
     spec = families.read(config)
-    held = spec.weight_bytes("bfloat16", quantization(spec, scheme, scheme, 32, tables=True))
-    assert 0.9 * most < held / spec.weight_bytes("bfloat16") <= most
+    for groups in (False, True):
+        chosen = quantization(spec, scheme, scheme, 32, tables=True, keep_dense=("auto",), groups=groups)
+        held = spec.weight_bytes("bfloat16", chosen)
+        assert 0.9 * most < held / spec.weight_bytes("bfloat16") <= most
 
 
 MINILM = {
@@ -198,11 +201,12 @@ def test_patterns_name_something(t_lm: Path) -> None:
 
 
 def test_what_w8a8_hurts_most_stays_dense_in_deep_decoders(tmp_path: Path) -> None:
-    deep = tiny_lm(tmp_path, layers=16, hidden=64)
+    """Where the backend does not multiply by groups."""
+    deep, rows = tiny_lm(tmp_path, layers=16, hidden=64), keeping(schemes=("w8a8", "w4a16"))
     down = {f"layers.{layer}.mlp.down_proj.weight" for layer in range(16)}
 
     def dense(scheme: str = "w8a8", **more: Any) -> set[str]:
-        chosen = ready(deep, keeping(), quantization=scheme, **more).wish.quantization
+        chosen = ready(deep, rows, quantization=scheme, **more).wish.quantization
         assert chosen is not None
         return down - set(chosen.formats)
 
@@ -211,6 +215,25 @@ def test_what_w8a8_hurts_most_stays_dense_in_deep_decoders(tmp_path: Path) -> No
     assert len(dense(keep_dense=("auto", "layers.7.*"))) == 5
     with pytest.raises(ConfigError, match="none stands alone"):
         dense(keep_dense=("none", "lm_head"))
+
+
+def test_w8a8_has_groups_in_narrow_models_of_many_layers(tmp_path: Path) -> None:
+    """Where the backend multiplies by them: else, and with "none", a scale a row."""
+    deep = tiny_lm(tmp_path, layers=16, hidden=64)
+
+    def formats(folder: Path, **more: Any) -> set[Format]:
+        chosen = ready(folder, keeping(), quantization="w8a8", **more).wish.quantization
+        assert chosen is not None
+        return set(chosen.formats.values())
+
+    assert formats(deep) == {Format("int8", 32)}
+    assert formats(deep, keep_dense=("none",)) == {Format("int8")}
+    wide, bert = families.read(QWEN), families.read(MINILM)
+    for spec, kind in ((wide, Format("int8")), (bert, Format("int8", 32))):
+        chosen = quantization(spec, "w8a8", "w8a8", 32, tables=True, keep_dense=("auto",), groups=True)
+        assert chosen is not None
+        assert set(chosen.formats.values()) == {kind}
+    assert run(build(ready(deep, keeping(), quantization="w8a8")), PROMPTS)
 
 
 def test_what_w8a8_hurts_most_stays_dense_in_encoders() -> None:

@@ -125,11 +125,11 @@ def test_an_outlier_is_scaled_out_of_what_is_rounded() -> None:
     inputs = Inputs(128, every=1)
     inputs.add(rows)
     exact = rows @ held.weight.T
-    plain = (eight_bits(rows) @ held.weight.T - exact).pow(2).mean()
+    plain = (eight_bits(rows, 128) @ held.weight.T - exact).pow(2).mean()
     best = search(product, inputs, EIGHT)
     assert best is not None
     fold(product, best)
-    after = (eight_bits(rows * norm) @ quantise(held.weight, EIGHT).dense().T - exact).pow(2).mean()
+    after = (eight_bits(rows * norm, 128) @ quantise(held.weight, EIGHT).dense().T - exact).pow(2).mean()
     assert float(after) < 0.1 * float(plain)
 
 
@@ -174,15 +174,17 @@ def test_what_is_written_is_what_was_found(kind: str, scheme: str, tmp_path: Pat
 
 
 @torch.inference_mode()
-def hidden(folder: Path, rounds: bool) -> Tensor:
-    """After the last layer, of a text that calibration was not told of; `rounds`: what matrices multiply, too."""
+def hidden(folder: Path, rounds: bool, group: int = 0) -> Tensor:
+    """After the last layer, of a text that calibration was not told of; `rounds`: what matrices multiply, too, by
+    groups of a row if they are given.
+    """
     source = locate(str(folder))
     spec = read_spec(source)
     model = observed(folder)
     walk = Walk(model, spec, words(source, "Sphinx of black quartz, judge my vow! " * 8))
     for index in range(spec.layers):
         for product in products(model, spec, index):
-            product.held.rounds = rounds
+            product.held.rounds = (group or product.held.weight.shape[1]) if rounds else 0
         walk.go_on(index)
     return torch.cat([x if residual is None else x + residual for x, residual in walk.states])
 
@@ -193,7 +195,7 @@ def test_a_head_of_eight_bits_is_multiplied_as_it_is(tmp_path: Path) -> None:
     assert main(["convert", str(folder), str(tmp_path / "out"), "--quantization", "w8a8", "--tables"]) == 0
     groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
     assert groups["group_0"]["targets"] == ["Linear"]
-    assert groups["group_1"]["targets"] == ["re:.*embed_tokens$", "lm_head"]
+    assert groups["group_1"]["targets"] == ["re:.*embed_tokens$"]
     assert groups["group_1"]["input_activations"] is None
     formats = formats_of(tmp_path / "out")
     assert formats.pop("embed_tokens.weight") == Format("int8", 32)
@@ -201,6 +203,40 @@ def test_a_head_of_eight_bits_is_multiplied_as_it_is(tmp_path: Path) -> None:
     table = {canonical(n): entry for n, entry in open_checkpoint(locate(str(tmp_path / "out"))).tensors()}
     assert isinstance(table["embed_tokens.weight"], Int8Weight)
     assert gap(table["embed_tokens.weight"].dense(), loader_table(folder)) < 0.02
+
+
+def test_narrow_models_of_many_layers_are_written_in_groups(tmp_path: Path) -> None:
+    """All of w8a8 by groups of 32 inputs if tables are quantised, too: nearer than a scale a row."""
+    folder = tiny.tiny_lm(tmp_path / "m", layers=16)
+    flags = ["--quantization", "w8a8"]
+    assert main(["convert", str(folder), str(tmp_path / "groups"), *flags, "--tables"]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "rows"), *flags]) == 0
+    found = formats_of(tmp_path / "groups")
+    assert (len(found), set(found.values())) == (16 * 7 + 2, {Format("int8", 32)})
+    assert set(formats_of(tmp_path / "rows").values()) == {Format("int8")}
+    exact = hidden(folder, False)
+    groups, rows = hidden(tmp_path / "groups", True, 32), hidden(tmp_path / "rows", True)
+    assert float((groups - exact).norm()) < float((rows - exact).norm())
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+def test_an_encoders_table_is_written_quantised(scheme: str, tmp_path: Path) -> None:
+    folder = tiny.tiny_bert(tmp_path / "m")
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--quantization", scheme, "--tables"]) == 0
+    table = formats_of(tmp_path / "out")["embeddings.word_embeddings.weight"]
+    assert table == Format("int8" if scheme == "w8a8" else "int4", 32)
+
+
+def test_calibration_rounds_what_groups_multiply_by_groups(tmp_path: Path) -> None:
+    folder = tiny.tiny_lm(tmp_path, layers=1, hidden=128)
+    source = locate(str(folder))
+    spec = read_spec(source)
+    wanted = {n: Format("int8", 32) for p in parameters(spec) if p.packed and not p.exact for n, _ in p.parts}
+    found = calibrate(source, spec, words(source, TEXT), wanted)
+    assert {weight.group for weight in found.weights.values() if isinstance(weight, Int8Weight)} == {32}
+    rows = torch.tensor([[127.0, 0.4, 1.0, 0.004]])
+    assert eight_bits(rows, 4).tolist() == [[127.0, 0.0, 1.0, 0.0]]
+    assert gap(eight_bits(rows, 2), torch.tensor([[127.0, 0.0, 1.0, 1 / 127 * round(0.004 * 127)]])) < 1e-6
 
 
 def loader_table(folder: Path) -> Tensor:

@@ -40,6 +40,10 @@ ENCODER_LAYERS = 6
 """In encoders of so many and more, the projections to queries, keys and values of all but the first third: what they
 multiply, a norm's result, has a few columns many times larger than the rest, which no scale can be folded out of.
 """
+NARROW, FINE = 1024, Format("int8", 32)
+"""Models of so many layers whose hidden rows are narrower lose more than 1 % by a scale a row and token, whichever
+matrices stay dense. Where the backend multiplies by groups, "auto" gives all of theirs scales by groups instead.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +114,23 @@ def schemes(asked: str, stored: Stored | None) -> list[str | None]:
 
 
 def quantization(
-    spec: ModelSpec, asked: str, scheme: str | None, group: int, tables: bool, keep_dense: Iterable[str] = ()
+    spec: ModelSpec,
+    asked: str,
+    scheme: str | None,
+    group: int,
+    tables: bool,
+    keep_dense: Iterable[str] = (),
+    groups: bool = False,
 ) -> Quantization | None:
     """What is done about the weights of `spec`, if a backend was found that has `scheme`.
+
+    `tables`: it looks up quantised rows; `groups`: it multiplies by int8 in groups, too.
 
     Raises:
         ConfigError: a pattern of `keep_dense` names no matrix, or there are no such groups.
     """
-    kept = matched(spec, spelled_out(spec, scheme if scheme_of(asked) != "auto" else None, keep_dense))
+    made = scheme if scheme_of(asked) != "auto" else None
+    kept = matched(spec, spelled_out(spec, made, keep_dense, groups))
     if group not in GROUPS:
         raise ConfigError(
             f"--quantization-group must be one of {', '.join(map(str, GROUPS))}, not {group}",
@@ -129,7 +142,10 @@ def quantization(
         assert spec.stored is not None
         every = dict(spec.stored.formats)
     else:
-        every = {name: wanted for p in parameters(spec) if (wanted := online(p, scheme, group)) for name, _ in p.parts}
+        fine = groups and is_fine(spec, scheme, keep_dense)
+        every = {
+            name: wanted for p in parameters(spec) if (wanted := online(p, scheme, group, fine)) for name, _ in p.parts
+        }
     formats = {
         name: every[name]
         for parameter in parameters(spec)
@@ -158,18 +174,28 @@ def words(kind: Format | None) -> str:
     return f"{kind.kind} in groups of {kind.group}" if kind.group else f"{kind.kind} with a scale a row"
 
 
-def online(parameter: Parameter, scheme: str, group: int) -> Format | None:
-    """The format that a dense matrix is turned into; None where it stays as it is."""
+def online(parameter: Parameter, scheme: str, group: int, fine: bool = False) -> Format | None:
+    """The format that a dense matrix is turned into; None where it stays as it is. `fine`: w8a8 by groups."""
     if len(parameter.shape) != 2:
         return None
     wanted = {"w8a8": Format("int8"), "w4a16": Format("int4", group), "fp8": Format("fp8")}[scheme]
     rows, columns = parameter.shape
+    if fine and columns % FINE.group == 0:
+        wanted = FINE
     small = min(rows, columns) < SMALLEST
     return None if small or columns % (wanted.group or ALIGNED) else wanted
 
 
-def spelled_out(spec: ModelSpec, scheme: str | None, patterns: Iterable[str]) -> list[str]:
+def is_fine(spec: ModelSpec, scheme: str | None, patterns: Iterable[str]) -> bool:
+    """Whether "auto" gives a narrow model's matrices scales by groups, where that can be multiplied by."""
+    deep = spec.layers >= (ENCODER_LAYERS if spec.family == "encoder" else MANY_LAYERS)
+    return scheme == "w8a8" and "auto" in patterns and deep and spec.hidden_size < NARROW
+
+
+def spelled_out(spec: ModelSpec, scheme: str | None, patterns: Iterable[str], groups: bool = False) -> list[str]:
     """`--keep-dense` with its words undone: "auto" is what rounding to a scheme hurts most, "none" nothing.
+
+    `groups`: what "auto" names may have scales by groups; then none of a narrow model's need stay dense.
 
     Raises:
         ConfigError: "none" stands beside others.
@@ -178,7 +204,7 @@ def spelled_out(spec: ModelSpec, scheme: str | None, patterns: Iterable[str]) ->
     if "none" in given and len(given) > 1:
         raise ConfigError("--keep-dense none stands alone", param="keep_dense")
     found = [pattern for pattern in given if pattern not in ("auto", "none")]
-    if "auto" in given and scheme == "w8a8":
+    if "auto" in given and scheme == "w8a8" and not (groups and is_fine(spec, scheme, given)):
         found += sensitive(spec)
     return found
 

@@ -149,7 +149,7 @@ def calibrate(
             found = compensated(product.held.weight, inputs.squares(columns), wanted)
             result.weights |= cut(found, product.parts)
             product.held.weight.copy_(found.dense())
-            product.held.rounds = wanted.kind == "int8"
+            product.held.rounds = wanted.group if wanted.kind == "int8" else 0
         walk.go_on(index)
         if progress is not None:
             progress("calibration", (index + 1) / spec.layers)

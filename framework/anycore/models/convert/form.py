@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,17 +12,17 @@ from torch import Tensor
 from anycore.contract.formats import Format
 from anycore.contract.weights import Fp8Weight, Int4Weight, QuantisedWeight
 from anycore.models.quantised.words import pack
-
-HEAD_GROUP = 32
-"""Inputs that share a scale in a table of 8 bits: so the head multiplies what it is given as it is. Rounded, that costs
-a small model as much as all its layers do.
-"""
+from anycore.models.quantization import FINE
 
 
-def wanted(scheme: str, group: int, columns: int, table: bool = False) -> Format:
-    """The format to round to. A scale a row is a group of all columns: so it has few enough bits to be stored in 16."""
+def wanted(scheme: str, group: int, columns: int, grouped: bool = False) -> Format:
+    """The format to round to; `grouped`: 8 bits with a scale a group, too, as tables have them: rounded by the token,
+    what a head is given costs a small model as much as all its layers do.
+
+    A scale a row is a group of all columns: so it has few enough bits to be stored in 16.
+    """
     return {
-        "w8a8": Format("int8", HEAD_GROUP if table and columns % HEAD_GROUP == 0 else columns),
+        "w8a8": FINE if grouped and columns % FINE.group == 0 else Format("int8", columns),
         "w4a16": Format("int4", group),
         "fp8": Format("fp8", columns),
     }[scheme]
@@ -41,8 +42,12 @@ def encoded(layer: str, weight: QuantisedWeight, dtype: torch.dtype) -> dict[str
     }
 
 
-def settings(scheme: str, group: int, tables: Mapping[str, Format], dense: Iterable[str]) -> dict[str, Any]:
-    """The quantization_config; `tables` are those that are quantised, `dense` the layers that stay as they were."""
+def settings(
+    scheme: str, group: int, formats: Mapping[str, Format], tables: Collection[str], dense: Iterable[str]
+) -> dict[str, Any]:
+    """The quantization_config; `formats` has every quantised matrix by its name in the table of parameters, `tables`
+    names those that are looked up or are heads, `dense` the layers that stay as they were.
+    """
     floats = scheme == "fp8"
     activations = {
         "num_bits": 8,
@@ -51,12 +56,14 @@ def settings(scheme: str, group: int, tables: Mapping[str, Format], dense: Itera
         "strategy": "token",
         "dynamic": True,
     }
-    apart = scheme == "w8a8" and any(kind.group == HEAD_GROUP for kind in tables.values())
+    grouped = sorted(name for name, kind in formats.items() if scheme == "w8a8" and kind == FINE)
     linear = described(scheme, group if scheme == "w4a16" else None)
-    linear |= {"targets": ["Linear", "Embedding"] if tables and not apart else ["Linear"]}
+    linear |= {"targets": ["Linear", "Embedding"] if set(tables) - set(grouped) else ["Linear"]}
     groups = {"group_0": linear | {"input_activations": None if scheme == "w4a16" else activations}}
-    if apart:
-        groups["group_1"] = described(scheme, HEAD_GROUP) | {"targets": ["re:.*embed_tokens$", "lm_head"]}
+    if grouped:
+        layers = [name.removesuffix(".weight") for name in grouped]
+        targets = [layer if layer == "lm_head" else f"re:.*{re.escape(layer)}$" for layer in layers]
+        groups["group_1"] = described(scheme, FINE.group) | {"targets": targets}
     layout = {"w8a8": "int-quantized", "w4a16": "pack-quantized", "fp8": "float-quantized"}[scheme]
     return {
         "quant_method": "compressed-tensors",

@@ -52,7 +52,7 @@ class Held:
     """A matrix in float32, and what is to be done when it is multiplied by."""
 
     weight: Tensor
-    rounds: bool = False  # its inputs to int8, each row by its own largest element
+    rounds: int = 0  # its inputs to int8, as many of a row as this by the largest of them; 0: not at all
     inputs: Inputs | None = None  # which take note of what it is multiplied by
 
 
@@ -65,13 +65,14 @@ class Observer(Ops):
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         if handle.inputs is not None:
             handle.inputs.add(x)
-        return super().linear(eight_bits(x) if handle.rounds else x, handle.weight, bias)
+        return super().linear(eight_bits(x, handle.rounds) if handle.rounds else x, handle.weight, bias)
 
 
-def eight_bits(rows: Tensor) -> Tensor:
-    """Rows as w8a8 multiplies them: whole numbers up to 127 times a scale a row."""
-    scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return (rows / scale).round_() * scale
+def eight_bits(rows: Tensor, group: int) -> Tensor:
+    """Rows as w8a8 multiplies them: whole numbers up to 127 times a scale for each group of a row."""
+    grouped = rows.unflatten(-1, (-1, group))
+    scale = grouped.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return ((grouped / scale).round_() * scale).flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)

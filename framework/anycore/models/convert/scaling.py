@@ -34,7 +34,7 @@ def search(product: Product, inputs: Inputs, wanted: Format) -> Tensor | None:
         columns = product.columns(scale)
         rounded = quantise(weight * columns, wanted).dense()
         scaled = rows / columns
-        scaled = eight_bits(scaled) if wanted.kind == "int8" else scaled
+        scaled = eight_bits(scaled, wanted.group) if wanted.kind == "int8" else scaled
         loss = float(((scaled @ rounded.T - exact).pow(2) * counts).mean())
         if loss < least:
             best, least = scale, loss

@@ -27,7 +27,7 @@ from anycore.models.loader import check
 from anycore.models.parameters import canonical, parameters
 from anycore.models.quantised.methods import OLD_FILES
 from anycore.models.quantised.rounding import quantise
-from anycore.models.quantization import GROUPS, matched, online, spelled_out
+from anycore.models.quantization import GROUPS, is_fine, matched, online, spelled_out
 from anycore.models.shards import INDEX, SINGLE
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
@@ -111,8 +111,8 @@ def write(model: str, folder: Path, asked: Conversion, words: Words, extras: Ext
             progress("weights", done / len(checkpoint.shapes))
     files.close()
     if asked.quantization is not None:
-        tables = {p.name: formats[p.name] for p in parameters(spec) if (p.table or p.head) and p.name in formats}
-        settings = form.settings(asked.quantization, asked.group, tables, dense)
+        named = [p.name for p in parameters(spec) if (p.table or p.head) and p.name in formats]
+        settings = form.settings(asked.quantization, asked.group, formats, named, dense)
         write_json(folder / "config.json", plain | {"quantization_config": settings})
     result = Source(model, folder)
     check(result, read_spec(result))
@@ -140,7 +140,9 @@ def is_usual(path: Path) -> bool:
 
 def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
     """The format of each matrix to round, by its name in the table of parameters."""
-    kept = matched(spec, spelled_out(spec, asked.quantization, asked.keep_dense))
+    # Other engines read no int8 by groups beside rounded activations, nor tables: whoever wants these has both.
+    fine = asked.tables and is_fine(spec, asked.quantization, asked.keep_dense)
+    kept = matched(spec, spelled_out(spec, asked.quantization, asked.keep_dense, groups=fine))
     if asked.quantization is None:
         return {}
     formats: dict[str, Format] = {}
@@ -149,7 +151,8 @@ def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
         table = asked.tables and (parameter.table or (parameter.head and not spec.tied))
         if not (usual or table) or parameter.name in kept or online(parameter, asked.quantization, asked.group) is None:
             continue
-        wanted = form.wanted(asked.quantization, asked.group, parameter.shape[1], parameter.head or parameter.table)
+        grouped = fine or parameter.head or parameter.table
+        wanted = form.wanted(asked.quantization, asked.group, parameter.shape[1], grouped)
         formats |= {name: wanted for name, _ in parameter.parts}
     if not formats:
         raise ConfigError(f"nothing of {spec.architecture} is left to quantise: all is small or kept dense")
