@@ -15,7 +15,7 @@ from anycore.contract.rounded import RoundedCache
 from anycore.contract.weights import DenseWeight, Weight
 from anycore_cuda.kernels import attention as tiled
 from anycore_cuda.kernels import decode as single
-from anycore_cuda.kernels import edits, gated, norm, pooling, products, quantised_linear, rotary
+from anycore_cuda.kernels import edits, gated, masks, norm, pooling, products, quantised_linear, rotary
 from anycore_cuda.kernels.launch import KNOWN
 from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
 from anycore_cuda.kernels.prefix import prefix
@@ -225,7 +225,7 @@ class CudaOps(Ops):
             if params.banned is not None:
                 edits.ban(logits, *params.banned)
             if params.masked is not None:
-                sampling.constrain(logits, *params.masked)
+                masks.constrain(logits, *params.masked)
         filters = (None, None, None) if params.all_greedy else (params.top_k, params.top_p, params.min_p)
         ids, fine = choose(logits, params.temperature, params.uniforms, *filters, self.early)
         samples = Samples(ids=ids, finite=fine if finite is None else finite)
