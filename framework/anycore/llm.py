@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -54,6 +55,9 @@ class LLM:
         if unknown:
             raise TypeError(f"LLM has no settings {', '.join(sorted(unknown))}; see anycore.config.ModelConfig")
         config = ModelConfig(model=model, task=task, **settings)
+        if gc.get_freeze_count():  # engines put what is alive beyond the collector: one that was dropped goes now
+            gc.unfreeze()
+            gc.collect()
         found = plugins.load()
         prepared = prepare(config, found, progress=progress)
         self.task = prepared.task

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,3 +230,11 @@ def test_llm_scores_and_embeds_many_as_one_by_one(t_ce: Path, t_bert: Path) -> N
     embedder = LLM(str(t_bert), **settings)
     vectors = np.array([embedder.embed(document)[0] for document in documents])
     assert np.abs(np.array(embedder.embed(documents)) - vectors).max() <= 1e-6
+
+
+def test_an_llm_that_was_dropped_goes_when_the_next_one_is_opened(t_ce: Path) -> None:
+    settings = {"backend": "cpu", "dtype": "float32", "threads": 1}
+    dropped = weakref.ref(LLM(str(t_ce), **settings).engine)
+    kept = LLM(str(t_ce), **settings)
+    assert dropped() is None
+    assert kept.score("the dog", ["the river"])
