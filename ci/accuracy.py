@@ -2,7 +2,7 @@
 perplexity for every KV cache.
 
     python ci/accuracy.py FOLDER_OF_A_DECODER ... [--embedder FOLDER] [--schemes dense,w8a8,w4a16,w4a16-calibrated]
-                          [--caches bfloat16,int8,fp8] [--tokens 4096] [--round-groups]
+                          [--caches bfloat16,int8,fp8] [--tokens 4096] [--rows] [--round-groups]
 
 Computed in float32 with the contract's plain operations, and the rounding of activations that w8a8 means added to them:
 it is the schemes that are measured here. That a backend's kernels compute them right is the conformance kit's matter.
@@ -73,9 +73,9 @@ class SchemeOps(Ops):
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
         if not isinstance(handle, Rounded):
             return super().linear(x, handle, bias)
-        grouped = x.unflatten(-1, (-1, min(handle.group, x.shape[-1])))
+        grouped = x.reshape(*x.shape[:-1], -1, min(handle.group, x.shape[-1]))
         scale = grouped.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-        return super().linear(((grouped / scale).round() * scale).flatten(-2), handle.dense, bias)
+        return super().linear(((grouped / scale).round() * scale).view(x.shape), handle.dense, bias)
 
     def embedding(self, ids: Tensor, table: Any) -> Tensor:
         return F.embedding(ids, table.dense if isinstance(table, Rounded) else table)
@@ -110,7 +110,9 @@ def held(folder: str, scheme: str, options: argparse.Namespace) -> Held:
     asked = "auto" if spec.stored is not None else online or "none"
     kept = spec.stored.scheme if spec.stored is not None else online
     keep_dense = tuple(options.keep_dense.split(","))
-    chosen = quantization(spec, asked, kept, options.group, not options.dense_tables, keep_dense=keep_dense)
+    chosen = quantization(
+        spec, asked, kept, options.group, not options.dense_tables, keep_dense=keep_dense, groups=not options.rows
+    )
     return Held(scheme, source, spec, chosen)
 
 
@@ -233,6 +235,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--keep-dense", default="auto", help="as for anycore convert")
     parser.add_argument("--dense-tables", action="store_true", help="leave embedding tables and tied heads as they are")
+    parser.add_argument("--rows", action="store_true", help="w8a8 as a backend has it that knows no groups of int8")
     parser.add_argument(
         "--round-groups", action="store_true", help="round what groups multiply to int8, too, as the CPU backend does"
     )

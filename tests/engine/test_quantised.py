@@ -234,6 +234,10 @@ def test_w8a8_has_groups_in_narrow_models_of_many_layers(tmp_path: Path) -> None
         assert chosen is not None
         assert set(chosen.formats.values()) == {kind}
     assert run(build(ready(deep, keeping(), quantization="w8a8")), PROMPTS)
+    for spec, finer in ((families.read(GEMMA3), 0), (bert, 6 * 4)):  # queries, keys, values and the first of the MLP
+        chosen = quantization(spec, "w4a16", "w4a16", 32, tables=True, keep_dense=("auto",), groups=True)
+        assert chosen is not None
+        assert list(chosen.formats.values()).count(Format("int8", 32)) == finer
 
 
 def test_what_w8a8_hurts_most_stays_dense_in_encoders() -> None:

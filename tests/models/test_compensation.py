@@ -220,11 +220,17 @@ def test_narrow_models_of_many_layers_are_written_in_groups(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
-def test_an_encoders_table_is_written_quantised(scheme: str, tmp_path: Path) -> None:
+def test_an_encoders_table_is_written_quantised(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside matrices of 8 bits in groups, which those that 4 bits hurt most have, too."""
+    monkeypatch.setattr("anycore.models.quantization.ENCODER_LAYERS", 1)
     folder = tiny.tiny_bert(tmp_path / "m")
     assert main(["convert", str(folder), str(tmp_path / "out"), "--quantization", scheme, "--tables"]) == 0
-    table = formats_of(tmp_path / "out")["embeddings.word_embeddings.weight"]
-    assert table == Format("int8" if scheme == "w8a8" else "int4", 32)
+    found = formats_of(tmp_path / "out")
+    assert found["embeddings.word_embeddings.weight"] == Format("int8" if scheme == "w8a8" else "int4", 32)
+    assert found["encoder.layer.0.intermediate.dense.weight"] == Format("int8", 32)
+    assert found["encoder.layer.0.output.dense.weight"] == Format("int8" if scheme == "w8a8" else "int4", 32)
+    groups = dict(open_checkpoint(locate(str(tmp_path / "out"))).tensors())
+    assert isinstance(groups["encoder.layer.0.attention.self.key.weight"], Int8Weight)
 
 
 def test_calibration_rounds_what_groups_multiply_by_groups(tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ multiply, a norm's result, has a few columns many times larger than the rest, wh
 """
 NARROW, FINE = 1024, Format("int8", 32)
 """Models of so many layers whose hidden rows are narrower lose more than 1 % by a scale a row and token, whichever
-matrices stay dense. Where the backend multiplies by groups, "auto" gives all of theirs scales by groups instead.
+matrices stay dense. Where the backend multiplies by groups, "auto" gives all of theirs scales by groups instead; and
+in encoders, eight bits by groups to those that w4a16 hurts most: their vectors lose more by it than a decoder's logits.
 """
 
 
@@ -142,9 +143,12 @@ def quantization(
         assert spec.stored is not None
         every = dict(spec.stored.formats)
     else:
-        fine = groups and is_fine(spec, scheme, keep_dense)
+        finer = fine(spec, scheme, keep_dense) if groups else set()
         every = {
-            name: wanted for p in parameters(spec) if (wanted := online(p, scheme, group, fine)) for name, _ in p.parts
+            name: wanted
+            for p in parameters(spec)
+            if (wanted := online(p, scheme, group, p.name in finer))
+            for name, _ in p.parts
         }
     formats = {
         name: every[name]
@@ -175,7 +179,7 @@ def words(kind: Format | None) -> str:
 
 
 def online(parameter: Parameter, scheme: str, group: int, fine: bool = False) -> Format | None:
-    """The format that a dense matrix is turned into; None where it stays as it is. `fine`: w8a8 by groups."""
+    """The format that a dense matrix is turned into; None where it stays as it is. `fine`: 8 bits by groups."""
     if len(parameter.shape) != 2:
         return None
     wanted = {"w8a8": Format("int8"), "w4a16": Format("int4", group), "fp8": Format("fp8")}[scheme]
@@ -186,10 +190,17 @@ def online(parameter: Parameter, scheme: str, group: int, fine: bool = False) ->
     return None if small or columns % (wanted.group or ALIGNED) else wanted
 
 
-def is_fine(spec: ModelSpec, scheme: str | None, patterns: Iterable[str]) -> bool:
-    """Whether "auto" gives a narrow model's matrices scales by groups, where that can be multiplied by."""
-    deep = spec.layers >= (ENCODER_LAYERS if spec.family == "encoder" else MANY_LAYERS)
-    return scheme == "w8a8" and "auto" in patterns and deep and spec.hidden_size < NARROW
+def fine(spec: ModelSpec, scheme: str | None, patterns: Iterable[str]) -> set[str]:
+    """The parameters of a narrow model that "auto" gives 8 bits by groups, where that can be multiplied by."""
+    encoder = spec.family == "encoder"
+    deep = spec.layers >= (ENCODER_LAYERS if encoder else MANY_LAYERS)
+    if "auto" not in patterns or not deep or spec.hidden_size >= NARROW:
+        return set()
+    if scheme == "w8a8":
+        return {parameter.name for parameter in parameters(spec)}
+    if scheme == "w4a16" and encoder:
+        return matched(spec, ("encoder.layer.*.attention.self.qkv", "encoder.layer.*.intermediate.dense"))
+    return set()
 
 
 def spelled_out(spec: ModelSpec, scheme: str | None, patterns: Iterable[str], groups: bool = False) -> list[str]:
@@ -204,7 +215,7 @@ def spelled_out(spec: ModelSpec, scheme: str | None, patterns: Iterable[str], gr
     if "none" in given and len(given) > 1:
         raise ConfigError("--keep-dense none stands alone", param="keep_dense")
     found = [pattern for pattern in given if pattern not in ("auto", "none")]
-    if "auto" in given and scheme == "w8a8" and not (groups and is_fine(spec, scheme, given)):
+    if "auto" in given and scheme == "w8a8" and not (groups and fine(spec, scheme, given)):
         found += sensitive(spec)
     return found
 

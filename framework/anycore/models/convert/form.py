@@ -21,8 +21,10 @@ def wanted(scheme: str, group: int, columns: int, grouped: bool = False) -> Form
 
     A scale a row is a group of all columns: so it has few enough bits to be stored in 16.
     """
+    if grouped and columns % FINE.group == 0:
+        return FINE
     return {
-        "w8a8": FINE if grouped and columns % FINE.group == 0 else Format("int8", columns),
+        "w8a8": Format("int8", columns),
         "w4a16": Format("int4", group),
         "fp8": Format("fp8", columns),
     }[scheme]
@@ -56,15 +58,17 @@ def settings(
         "strategy": "token",
         "dynamic": True,
     }
-    grouped = sorted(name for name, kind in formats.items() if scheme == "w8a8" and kind == FINE)
+    grouped = sorted(name for name, kind in formats.items() if kind == FINE)
     linear = described(scheme, group if scheme == "w4a16" else None)
     linear |= {"targets": ["Linear", "Embedding"] if set(tables) - set(grouped) else ["Linear"]}
     groups = {"group_0": linear | {"input_activations": None if scheme == "w4a16" else activations}}
     if grouped:
         layers = [name.removesuffix(".weight") for name in grouped]
         targets = [layer if layer == "lm_head" else f"re:.*{re.escape(layer)}$" for layer in layers]
-        groups["group_1"] = described(scheme, FINE.group) | {"targets": targets}
+        groups["group_1"] = described("w8a8", FINE.group) | {"targets": targets}
     layout = {"w8a8": "int-quantized", "w4a16": "pack-quantized", "fp8": "float-quantized"}[scheme]
+    if grouped and scheme == "w4a16":
+        groups["group_0"]["format"], groups["group_1"]["format"], layout = layout, "int-quantized", "mixed-precision"
     return {
         "quant_method": "compressed-tensors",
         "format": layout,

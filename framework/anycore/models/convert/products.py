@@ -70,9 +70,9 @@ class Observer(Ops):
 
 def eight_bits(rows: Tensor, group: int) -> Tensor:
     """Rows as w8a8 multiplies them: whole numbers up to 127 times a scale for each group of a row."""
-    grouped = rows.unflatten(-1, (-1, group))
+    grouped = rows.reshape(*rows.shape[:-1], -1, group)
     scale = grouped.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return ((grouped / scale).round_() * scale).flatten(-2)
+    return ((grouped / scale).round_() * scale).view(rows.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from anycore.models.loader import check
 from anycore.models.parameters import canonical, parameters
 from anycore.models.quantised.methods import OLD_FILES
 from anycore.models.quantised.rounding import quantise
-from anycore.models.quantization import GROUPS, is_fine, matched, online, spelled_out
+from anycore.models.quantization import GROUPS, fine, matched, online, spelled_out
 from anycore.models.shards import INDEX, SINGLE
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
@@ -140,9 +140,9 @@ def is_usual(path: Path) -> bool:
 
 def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
     """The format of each matrix to round, by its name in the table of parameters."""
-    # Other engines read no int8 by groups beside rounded activations, nor tables: whoever wants these has both.
-    fine = asked.tables and is_fine(spec, asked.quantization, asked.keep_dense)
-    kept = matched(spec, spelled_out(spec, asked.quantization, asked.keep_dense, groups=fine))
+    # What other engines read has neither tables nor groups of int8: who quantises tables does without those engines.
+    finer = fine(spec, asked.quantization, asked.keep_dense) if asked.tables else set()
+    kept = matched(spec, spelled_out(spec, asked.quantization, asked.keep_dense, groups=asked.tables))
     if asked.quantization is None:
         return {}
     formats: dict[str, Format] = {}
@@ -151,7 +151,7 @@ def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
         table = asked.tables and (parameter.table or (parameter.head and not spec.tied))
         if not (usual or table) or parameter.name in kept or online(parameter, asked.quantization, asked.group) is None:
             continue
-        grouped = fine or parameter.head or parameter.table
+        grouped = parameter.name in finer or (asked.quantization == "w8a8" and (parameter.head or parameter.table))
         wanted = form.wanted(asked.quantization, asked.group, parameter.shape[1], grouped)
         formats |= {name: wanted for name, _ in parameter.parts}
     if not formats:
