@@ -51,8 +51,6 @@ class KeepingOps(Ops):
         if isinstance(weight, DenseWeight):
             return weight.data
         self.packed.append(replace(weight))
-        if isinstance(weight, Int8Weight) and weight.group < weight.shape[1]:
-            return replace(weight, scale=weight.scale.bfloat16())  # exactly: they have eight bits
         return Nibbles.of(weight) if isinstance(weight, Int4Weight) else weight
 
     def linear(self, x: Tensor, handle: Any, bias: Tensor | None = None) -> Tensor:
@@ -63,11 +61,13 @@ class KeepingOps(Ops):
 
 
 class SmallOps(KeepingOps):
-    """Remembers nothing."""
+    """Remembers nothing; scales of groups have 16 bits."""
 
     def pack(self, weight: Weight) -> Any:
         handle = super().pack(weight)
         self.packed.clear()
+        if isinstance(handle, Int8Weight) and handle.group < handle.shape[1]:
+            return replace(handle, scale=handle.scale.half())
         return handle
 
 
