@@ -60,9 +60,10 @@ def main() -> int:
 
 def output(command: list[str]) -> str:
     quiet = os.environ | {"ANYCORE_LOG": "error", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True, env=quiet
-    ).stdout
+    done = subprocess.run(command, capture_output=True, text=True, env=quiet)
+    if done.returncode != 0:
+        sys.exit(f"{command[0]} ended with code {done.returncode}: {done.stderr[-2000:]}")
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -17,8 +18,8 @@
 namespace anycore {
 namespace {
 
-constexpr long LOOKS = 100'000;       // nanoseconds that it looks for work, or for the end of it, before it sleeps
-constexpr long LOOKS_BESIDE = 5'000;  // the same where others want its core
+constexpr long LOOKS = 100'000;        // nanoseconds that it looks for work, or for the end of it, before it sleeps
+constexpr long LOOKS_BESIDE = 30'000;  // the same where others want its core
 constexpr int PAUSES = 16;            // between looks at the clock
 // Some sleeps end by themselves: a core that goes idle brings over only what has not run for half a millisecond, so it
 // has to go idle more than once.
@@ -57,6 +58,25 @@ bool look(const Found& found) {
     return false;
 }
 
+// Keeps a worker off the caller's core while others want its own. A sleeper that the caller wakes is otherwise put behind
+// the caller as often as not, and the two then share one core beside a neighbour that has the other for itself.
+class Place {
+public:
+    void avoid(int core) {
+        if (core == avoided_) return;
+        if (avoided_ < 0) known_ = sched_getaffinity(0, sizeof usual_, &usual_) == 0;
+        cpu_set_t cores = usual_;
+        if (core >= 0) CPU_CLR(core, &cores);
+        if (known_ && CPU_COUNT(&cores) > 0) sched_setaffinity(0, sizeof cores, &cores);
+        avoided_ = core;
+    }
+
+private:
+    bool known_ = false;
+    int avoided_ = -1;
+    cpu_set_t usual_;
+};
+
 class Pool {
 public:
     // Under `busy`.
@@ -74,6 +94,7 @@ public:
         work_ = work;
         context_ = context;
         count_ = count;
+        caller_core_.store(sched_getcpu(), std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
         left_.store(count);  // from here on others take part
         if (asleep_.load() > 0) {
@@ -117,8 +138,11 @@ private:
     void serve() {
         const int index = entered_.fetch_add(1);
         const auto called = [this, index] { return index < wanted.load() && left_.load() > 0; };
+        Place place;
         for (int sleeps = 0;; sleeps++) {
+            place.avoid(turns.in_company() ? caller_core_.load(std::memory_order_relaxed) : -1);
             if (index < wanted.load() && look(called)) {
+                if (sched_getcpu() == caller_core_.load(std::memory_order_relaxed)) turns.crowded();
                 work_off();
                 sleeps = 0;
                 continue;
@@ -140,6 +164,7 @@ private:
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<int> posted_{0};      // jobs that sleepers were woken for
     std::atomic<int> waited_for_{0};  // whether the caller sleeps until all is done
+    std::atomic<int> caller_core_{-1};
     std::atomic<int> entered_{1};
 };
 

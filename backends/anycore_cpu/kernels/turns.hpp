@@ -47,6 +47,9 @@ public:
         mark(now);
     }
 
+    // It has seen for itself that others want its core.
+    void crowded() { company_until_ = nanoseconds(CLOCK_MONOTONIC) + COMPANY; }
+
     bool in_company() const { return seen_ < company_until_; }
 
 private:
