@@ -85,6 +85,7 @@ SPEC = BackendSpec(
     evidence=Path(__file__).parent / "evidence",
     copied_dtypes=("float32", "bfloat16"),
     tables=True,
+    groups=True,
     shared_device=True,
     workspace=workspace,
     graphs=recorded,

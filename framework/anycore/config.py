@@ -80,8 +80,8 @@ class ModelConfig:
     quantization_group: int = setting(32, "inputs that share a scale under --quantization w4a16: 32, 64 or 128")
     keep_dense: tuple[str, ...] = setting(
         ("auto",),
-        "matrices that are not quantised, such as lm_head or layers.0.* (small ones and norms never are); auto: those "
-        "that w8a8 hurts most; none: no others",
+        "matrices that are not quantised, such as lm_head or layers.0.* (small ones and norms never are); auto: what "
+        "the scheme hurts most stays dense, or has 8 bits in groups; none: no others",
     )
     max_model_len: int | None = setting(
         None,

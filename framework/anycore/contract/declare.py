@@ -132,6 +132,7 @@ class BackendSpec:
     batched_tokens: int | None = None  # default rows of a step; None leaves it to the engine
     evidence: Path | None = None  # folder of reports that `anycore conformance` wrote on devices
     tables: bool = False  # Ops.embedding takes what Ops.pack made of a quantised weight
+    groups: bool = False  # Ops.linear multiplies int8 in groups as it is, by rows that it rounds alike
     copied_dtypes: tuple[str, ...] = ()  # weights that Ops.pack copies; a tied head then exists twice
     known: tuple[Device, ...] = ()  # devices that plans may be made for where there is none, by their name
     runtime: int = 0  # bytes that an open device takes before anything is loaded: its context, its libraries

@@ -53,7 +53,7 @@ def wish_of(config: ModelConfig, spec: ModelSpec, task: Task, choice: Choice) ->
             config.quantization_group,
             backend.tables,
             config.keep_dense,
-            groups="gguf" in support.schemes,
+            groups=backend.groups,
         ),
         head_copied=choice.need.weights in backend.copied_dtypes,
         own_length=_own_length(spec),

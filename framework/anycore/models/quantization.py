@@ -40,11 +40,13 @@ ENCODER_LAYERS = 6
 """In encoders of so many and more, the projections to queries, keys and values of all but the first third: what they
 multiply, a norm's result, has a few columns many times larger than the rest, which no scale can be folded out of.
 """
-NARROW, FINE = 1024, Format("int8", 32)
+NARROW = 1024
 """Models of so many layers whose hidden rows are narrower lose more than 1 % by a scale a row and token, whichever
 matrices stay dense. Where the backend multiplies by groups, "auto" gives all of theirs scales by groups instead; and
 in encoders, eight bits by groups to those that w4a16 hurts most: their vectors lose more by it than a decoder's logits.
 """
+FINE, FINER = Format("int8", 64), Format("int8", 32)
+"""Wider groups are faster; an encoder's queries, keys and values need the narrower ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +145,11 @@ def quantization(
         assert spec.stored is not None
         every = dict(spec.stored.formats)
     else:
-        finer = fine(spec, scheme, keep_dense) if groups else set()
+        finer = fine(spec, scheme, keep_dense) if groups else {}
         every = {
             name: wanted
             for p in parameters(spec)
-            if (wanted := online(p, scheme, group, p.name in finer))
+            if (wanted := online(p, scheme, group, finer.get(p.name)))
             for name, _ in p.parts
         }
     formats = {
@@ -178,29 +180,31 @@ def words(kind: Format | None) -> str:
     return f"{kind.kind} in groups of {kind.group}" if kind.group else f"{kind.kind} with a scale a row"
 
 
-def online(parameter: Parameter, scheme: str, group: int, fine: bool = False) -> Format | None:
-    """The format that a dense matrix is turned into; None where it stays as it is. `fine`: 8 bits by groups."""
+def online(parameter: Parameter, scheme: str, group: int, finer: Format | None = None) -> Format | None:
+    """The format that a dense matrix is turned into, `finer` if that fits; None where it stays as it is."""
     if len(parameter.shape) != 2:
         return None
     wanted = {"w8a8": Format("int8"), "w4a16": Format("int4", group), "fp8": Format("fp8")}[scheme]
     rows, columns = parameter.shape
-    if fine and columns % FINE.group == 0:
-        wanted = FINE
+    if finer is not None and columns % finer.group == 0:
+        wanted = finer
     small = min(rows, columns) < SMALLEST
     return None if small or columns % (wanted.group or ALIGNED) else wanted
 
 
-def fine(spec: ModelSpec, scheme: str | None, patterns: Iterable[str]) -> set[str]:
+def fine(spec: ModelSpec, scheme: str | None, patterns: Iterable[str]) -> dict[str, Format]:
     """The parameters of a narrow model that "auto" gives 8 bits by groups, where that can be multiplied by."""
     encoder = spec.family == "encoder"
     deep = spec.layers >= (ENCODER_LAYERS if encoder else MANY_LAYERS)
     if "auto" not in patterns or not deep or spec.hidden_size >= NARROW:
-        return set()
-    if scheme == "w8a8":
-        return {parameter.name for parameter in parameters(spec)}
+        return {}
+    attention, mlp = "encoder.layer.*.attention.self.qkv", "encoder.layer.*.intermediate.dense"
     if scheme == "w4a16" and encoder:
-        return matched(spec, ("encoder.layer.*.attention.self.qkv", "encoder.layer.*.intermediate.dense"))
-    return set()
+        return dict.fromkeys(matched(spec, (attention, mlp)), FINER)
+    if scheme != "w8a8":
+        return {}
+    found = {parameter.name: FINE for parameter in parameters(spec)}
+    return found | dict.fromkeys(matched(spec, (attention,)), FINER) if encoder else found
 
 
 def spelled_out(spec: ModelSpec, scheme: str | None, patterns: Iterable[str], groups: bool = False) -> list[str]:

@@ -12,17 +12,17 @@ from torch import Tensor
 from anycore.contract.formats import Format
 from anycore.contract.weights import Fp8Weight, Int4Weight, QuantisedWeight
 from anycore.models.quantised.words import pack
-from anycore.models.quantization import FINE
+from anycore.models.quantization import FINE, FINER
 
 
-def wanted(scheme: str, group: int, columns: int, grouped: bool = False) -> Format:
-    """The format to round to; `grouped`: 8 bits with a scale a group, too, as tables have them: rounded by the token,
-    what a head is given costs a small model as much as all its layers do.
+def wanted(scheme: str, group: int, columns: int, finer: Format | None = None) -> Format:
+    """The format to round to; `finer`: 8 bits with a scale a group, if it fits, as tables have them: rounded by the
+    token, what a head is given costs a small model as much as all its layers do.
 
     A scale a row is a group of all columns: so it has few enough bits to be stored in 16.
     """
-    if grouped and columns % FINE.group == 0:
-        return FINE
+    if finer is not None and columns % finer.group == 0:
+        return finer
     return {
         "w8a8": Format("int8", columns),
         "w4a16": Format("int4", group),
@@ -45,10 +45,10 @@ def encoded(layer: str, weight: QuantisedWeight, dtype: torch.dtype) -> dict[str
 
 
 def settings(
-    scheme: str, group: int, formats: Mapping[str, Format], tables: Collection[str], dense: Iterable[str]
+    scheme: str, group: int, grouped: Mapping[str, Format], tables: Collection[str], dense: Iterable[str]
 ) -> dict[str, Any]:
-    """The quantization_config; `formats` has every quantised matrix by its name in the table of parameters, `tables`
-    names those that are looked up or are heads, `dense` the layers that stay as they were.
+    """The quantization_config; `grouped` are the matrices with 8 bits by groups, `tables` the quantised ones that are
+    looked up or are heads, both by their names in the table of parameters, `dense` the layers that stay as they were.
     """
     floats = scheme == "fp8"
     activations = {
@@ -58,17 +58,21 @@ def settings(
         "strategy": "token",
         "dynamic": True,
     }
-    grouped = sorted(name for name, kind in formats.items() if kind == FINE)
     linear = described(scheme, group if scheme == "w4a16" else None)
     linear |= {"targets": ["Linear", "Embedding"] if set(tables) - set(grouped) else ["Linear"]}
     groups = {"group_0": linear | {"input_activations": None if scheme == "w4a16" else activations}}
-    if grouped:
-        layers = [name.removesuffix(".weight") for name in grouped]
-        targets = [layer if layer == "lm_head" else f"re:.*{re.escape(layer)}$" for layer in layers]
-        groups["group_1"] = described("w8a8", FINE.group) | {"targets": targets}
     layout = {"w8a8": "int-quantized", "w4a16": "pack-quantized", "fp8": "float-quantized"}[scheme]
-    if grouped and scheme == "w4a16":
-        groups["group_0"]["format"], groups["group_1"]["format"], layout = layout, "int-quantized", "mixed-precision"
+    for kind in (FINE, FINER):
+        layers = sorted(name.removesuffix(".weight") for name, its in grouped.items() if its == kind)
+        if layers:
+            targets = [layer if layer == "lm_head" else f"re:.*{re.escape(layer)}$" for layer in layers]
+            groups[f"group_{len(groups)}"] = described("w8a8", kind.group) | {"targets": targets}
+    if len(groups) > 1 and scheme == "w4a16":
+        first, *others = groups.values()
+        first["format"] = layout
+        for other in others:
+            other["format"] = "int-quantized"
+        layout = "mixed-precision"
     return {
         "quant_method": "compressed-tensors",
         "format": layout,

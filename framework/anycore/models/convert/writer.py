@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from anycore.models.loader import check
 from anycore.models.parameters import canonical, parameters
 from anycore.models.quantised.methods import OLD_FILES
 from anycore.models.quantised.rounding import quantise
-from anycore.models.quantization import GROUPS, fine, matched, online, spelled_out
+from anycore.models.quantization import FINE, FINER, GROUPS, fine, matched, online, spelled_out
 from anycore.models.shards import INDEX, SINGLE
 from anycore.models.source import Progress, Source, locate
 from anycore.models.spec import ModelSpec, read_spec
@@ -112,7 +112,7 @@ def write(model: str, folder: Path, asked: Conversion, words: Words, extras: Ext
     files.close()
     if asked.quantization is not None:
         named = [p.name for p in parameters(spec) if (p.table or p.head) and p.name in formats]
-        settings = form.settings(asked.quantization, asked.group, formats, named, dense)
+        settings = form.settings(asked.quantization, asked.group, grouped(spec, asked, formats), named, dense)
         write_json(folder / "config.json", plain | {"quantization_config": settings})
     result = Source(model, folder)
     check(result, read_spec(result))
@@ -140,8 +140,7 @@ def is_usual(path: Path) -> bool:
 
 def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
     """The format of each matrix to round, by its name in the table of parameters."""
-    # What other engines read has neither tables nor groups of int8: who quantises tables does without those engines.
-    finer = fine(spec, asked.quantization, asked.keep_dense) if asked.tables else set()
+    finer = finer_of(spec, asked)
     kept = matched(spec, spelled_out(spec, asked.quantization, asked.keep_dense, groups=asked.tables))
     if asked.quantization is None:
         return {}
@@ -151,12 +150,30 @@ def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
         table = asked.tables and (parameter.table or (parameter.head and not spec.tied))
         if not (usual or table) or parameter.name in kept or online(parameter, asked.quantization, asked.group) is None:
             continue
-        grouped = parameter.name in finer or (asked.quantization == "w8a8" and (parameter.head or parameter.table))
-        wanted = form.wanted(asked.quantization, asked.group, parameter.shape[1], grouped)
+        wanted = form.wanted(asked.quantization, asked.group, parameter.shape[1], finer.get(parameter.name))
         formats |= {name: wanted for name, _ in parameter.parts}
     if not formats:
         raise ConfigError(f"nothing of {spec.architecture} is left to quantise: all is small or kept dense")
     return formats
+
+
+def finer_of(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
+    """The parameters that get 8 bits by groups, if those fit: what "auto" says, and with w8a8 tables and heads.
+
+    What other engines read has neither tables nor groups of int8: who quantises tables does without those engines.
+    """
+    if not asked.tables:
+        return {}
+    w8a8 = asked.quantization == "w8a8"
+    tables = {p.name: FINE for p in parameters(spec) if w8a8 and (p.head or p.table)}
+    return tables | fine(spec, asked.quantization, asked.keep_dense)
+
+
+def grouped(spec: ModelSpec, asked: Conversion, formats: Mapping[str, Format]) -> dict[str, Format]:
+    """Those of `formats` that are by groups so: a scale a row of as many inputs has the same format."""
+    finer = finer_of(spec, asked)
+    names = {name for p in parameters(spec) if p.name in finer for name, _ in p.parts}
+    return {name: kind for name, kind in formats.items() if name in names and kind in (FINE, FINER)}
 
 
 def calibrated(
