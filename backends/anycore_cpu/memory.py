@@ -36,14 +36,13 @@ class CpuMemory(Memory):
         """The storages of all tensors there are, each counted once: torch counts nothing on the CPU itself."""
         gc.collect()  # what is only waiting to be found
         sizes: dict[int, int] = {}
-        for found in gc.get_objects():
+        for found in [some for some in gc.get_objects() if type(some) is Tensor]:
             with suppress(RuntimeError):  # what another thread is just making has no device or storage yet
-                if type(found) is Tensor and found.device.type == "cpu":
-                    if found.is_mkldnn:  # opaque, and nobody else's
-                        sizes[id(found)] = found.numel() * found.element_size()
-                    else:
-                        storage = found.untyped_storage()
-                        sizes[storage.data_ptr()] = storage.nbytes()
+                if found.is_mkldnn:  # opaque, and nobody else's
+                    sizes[id(found)] = found.numel() * found.element_size()
+                elif found.device.type == "cpu":
+                    storage = found.untyped_storage()
+                    sizes[storage.data_ptr()] = storage.nbytes()
         return sum(sizes.values())
 
     @contextmanager

@@ -131,6 +131,11 @@ class OnlyKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     to allocate comes from an arena.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: or torch would import its compiler at the first call, only to leave it alone, which takes a second."""
+        return False
+
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
