@@ -21,7 +21,7 @@ from anycore.server.protocol import responses
 from anycore.server.protocol_embed import Classification, Classified, ClassifyBody, PredictBody, Prediction
 from anycore.server.scopes import INFER
 from anycore.server.sse import json_response, unless_gone
-from anycore.text.render import Rendered
+from anycore.text.draft import Draft, Rendered
 
 if TYPE_CHECKING:
     from anycore.server.state import ServedModel
@@ -61,15 +61,15 @@ async def predict(request: Request, body: PredictBody, state: State, caller: Cal
     names = [f"inputs[{i}]" if body.is_batch else "inputs" for i in range(len(sequences))]
     truncate, side = body.cut()
 
-    def render(item: tuple[list[str], str]) -> Rendered:
+    def draft(item: tuple[list[str], str]) -> Draft | Rendered:
         texts, name = item
         if len(texts) == 1:
-            return model.renderer.embedding(texts[0], None, truncate, side, param=name)
-        return model.renderer.pair(texts[0], texts[1], None, truncate, side, param=name)
+            return model.renderer.embedding_draft(texts[0], None, truncate, side, param=name)
+        return model.renderer.pair_draft(texts[0], texts[1], None, truncate, side, param=name)
 
     items = list(zip(sequences, names, strict=True))
     size = sum(len(text) for texts in sequences for text in texts)
-    rendered = await offload(size, lambda: list(model.renderer.each(render, items)))
+    rendered = await offload(size, lambda: list(model.renderer.each(draft, items)))
     work = pooled(
         model, rendered, names, PoolingParams(raw_scores=body.raw_scores), body, caller, state.config.log_prompts
     )

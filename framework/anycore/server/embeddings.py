@@ -76,7 +76,7 @@ async def rendered_of(
 
     def render() -> list[Rendered]:
         pairs = list(zip(items, names, strict=True))
-        return list(renderer.each(lambda p: renderer.embedding(p[0], prompt, truncate, side, param=p[1]), pairs))
+        return list(renderer.each(lambda p: renderer.embedding_draft(p[0], prompt, truncate, side, param=p[1]), pairs))
 
     return await offload(sum(map(len, items)), render)
 

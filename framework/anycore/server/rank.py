@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from anycore.errors import BadRequest, NonFiniteOutput
 from anycore.server.door import Call, offload
 from anycore.server.pooled import pooled, usage_of, vector_of
 from anycore.server.protocol_pool import PoolUsage, RankBody
-from anycore.text.render import Rendered
+from anycore.text.draft import Draft, Rendered
 
 if TYPE_CHECKING:
     from anycore.server.state import ServedModel
@@ -58,15 +59,14 @@ def _render_pairs(
     truncate, side = body.cut()
     shortened = [_shorten(model, text, side, body) for text in documents]
 
-    def render(place: tuple[int, int]) -> Rendered:
+    def draft(place: tuple[int, int]) -> Draft:
         q, d = place
-        text, was_cut = shortened[d]
-        pair = model.renderer.pair(
-            queries[q], text, body.instruction, truncate, side, body.apply_template, param=names[1][d]
+        return model.renderer.pair_draft(
+            queries[q], shortened[d][0], body.instruction, truncate, side, body.apply_template, param=names[1][d]
         )
-        return Rendered(pair.token_ids, pair.token_types, pair.truncated or was_cut)
 
-    return list(model.renderer.each(render, pairs))
+    rendered = model.renderer.each(draft, pairs)
+    return [_cut_before(one, shortened[d][1]) for one, (_, d) in zip(rendered, pairs, strict=True)]
 
 
 def _render_apart(
@@ -74,15 +74,17 @@ def _render_apart(
 ) -> list[Rendered]:
     """Render queries and documents on their own, each with its prompt."""
     truncate, side = body.cut()
+    renderer = model.renderer
+    asked = renderer.each(lambda text: renderer.query_draft(text, body.instruction, truncate, side), queries)
+    shortened = [_shorten(model, text, side, body) for text in documents]
+    named = [(text, name) for (text, _), name in zip(shortened, names[1], strict=True)]
+    answers = renderer.each(lambda item: renderer.document_draft(item[0], truncate, side, param=item[1]), named)
+    return [*asked, *(_cut_before(one, cut) for one, (_, cut) in zip(answers, shortened, strict=True))]
 
-    def render(item: tuple[str, str]) -> Rendered:
-        text, name = item
-        kept, was_cut = _shorten(model, text, side, body)
-        document = model.renderer.document(kept, truncate, side, param=name)
-        return Rendered(document.token_ids, document.token_types, document.truncated or was_cut)
 
-    asked = [model.renderer.query(text, body.instruction, truncate, side) for text in queries]
-    return [*asked, *model.renderer.each(render, list(zip(documents, names[1], strict=True)))]
+def _cut_before(rendered: Rendered, was_cut: bool) -> Rendered:
+    """The same, told as cut where a document had been shortened."""
+    return replace(rendered, truncated=True) if was_cut else rendered
 
 
 def _shorten(model: ServedModel, text: str, side: str, body: RankBody) -> tuple[str, bool]:

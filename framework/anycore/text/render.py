@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Rendered", "Renderer"]
 
-THREADS = min(8, os.cpu_count() or 1)
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+THREADS = min(8, CORES)
 PIECE = 64
 """Inputs that a thread renders in one go; so few are not worth a thread."""
 
