@@ -29,6 +29,7 @@ from anycore.server.state import Reading, ServedModel, ServerState, read
 from anycore.server.tally import Tally
 from anycore.server.tls import Certificate
 from anycore.server.turns import check_tools
+from anycore.text.tokenizer import import_reader
 
 DEAD_SECONDS = 3.0  # from an engine's death to the end of the server: probes see it, other models finish what they can
 POLL_SECONDS = 0.02
@@ -76,6 +77,7 @@ class Server:
         self.served = [ServedModel(slot) for slot in self.slots]
         self.app = create_app(config, self.served, guard=guard, metrics=self.metrics)
         self.state: ServerState = self.app.state.anycore
+        self._importing: asyncio.Future[None] | None = None  # of what reads tokenizers
         self._stop = asyncio.Event()
         self._now = asyncio.Event()
         self._second_signal = 0
@@ -209,6 +211,8 @@ class Server:
         if self.fronts is not None:
             await self.fronts.start()
         plans = asyncio.gather(*(slot.plan() for slot in self.slots))
+        if any(slot.config.url is None and not slot.config.model.endswith(".gguf") for slot in self.slots):
+            self._importing = asyncio.ensure_future(aside(import_reader))  # beside what the engines import
         self.state.plugins = await aside(plugins.load)
         check_tools(self.config.run_tools, self.state.plugins)
         await plans

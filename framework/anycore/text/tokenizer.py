@@ -193,10 +193,18 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
+def import_reader() -> None:
+    """Import what `from_folder` reads with, which takes seconds: for those who will need it and have something else to
+    wait for first.
+    """
+    with _importing:
+        from transformers import AutoTokenizer  # noqa: F401
+
+
 def from_folder(folder: Path) -> Tokenizer:
     """Read a Hugging Face folder's tokenizer through transformers, which knows each family's peculiarities."""
-    with _importing:
-        from transformers import AutoTokenizer
+    import_reader()
+    from transformers import AutoTokenizer
 
     settings = read_settings(folder / "tokenizer_config.json")
     try:
