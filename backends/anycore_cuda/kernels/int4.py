@@ -140,7 +140,7 @@ def shape_of(rows: int, columns: int) -> tuple[int, int, int, int]:
 
 def programs_of(tiles: int, most: int) -> int:
     """So many that each has as many tiles as the others, or one less."""
-    return triton.cdiv(tiles, triton.cdiv(tiles, most))
+    return -(-tiles // -(-tiles // most))
 
 
 def nibble_matvec(

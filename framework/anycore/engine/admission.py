@@ -29,7 +29,7 @@ class Admission:
         self.task = task
         self.limits = limits
         self._timeout = timeout
-        self._seed = seed
+        self.seed = seed
         self._eos_ids = frozenset(spec.eos_ids)
         self._arrivals = 0
 
@@ -117,8 +117,8 @@ class Admission:
     def _seed_of(self, params: SamplingParams) -> int:
         if params.seed is not None:
             return params.seed & MASK
-        if self._seed:
-            return int(mixed(np.array([(self._seed << 32 ^ self._arrivals) & MASK], dtype=np.uint64))[0])
+        if self.seed:
+            return int(mixed(np.array([(self.seed << 32 ^ self._arrivals) & MASK], dtype=np.uint64))[0])
         return int.from_bytes(os.urandom(8), "little")
 
 

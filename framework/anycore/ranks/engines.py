@@ -116,7 +116,7 @@ class LeadingEngine(RankEngine):
 
     def _seeded(self, new: NewRequest) -> NewRequest:
         """The request with a seed, unless it has one or each rank draws the same."""
-        if new.sampling is None or new.sampling.seed is not None or self._seed:
+        if new.sampling is None or new.sampling.seed is not None or self._admission.seed:
             return new
         seed = int.from_bytes(os.urandom(8), "little", signed=True)
         return msgspec.structs.replace(new, sampling=msgspec.structs.replace(new.sampling, seed=seed))
