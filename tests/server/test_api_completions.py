@@ -307,7 +307,7 @@ def test_s04_filters_that_are_off(api: httpx.Client) -> None:
         ("top_p", [-0.1, 1.1, "1"]),
         ("top_k", [-2, 1.5, 2**40]),
         ("min_p", [-0.1, 1.1]),
-        ("repetition_penalty", [0, -1, 1e9]),
+        ("repetition_penalty", [0, -1, 1e-203, 1e9]),
         ("presence_penalty", [-2.1, 2.1]),
         ("frequency_penalty", [-2.1, 2.1, "0"]),
         ("seed", [2**70, 1.5, "7"]),

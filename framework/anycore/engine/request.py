@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0  # 0..1; 0 keeps the most likely id alone
     top_k: int = 0  # 0 or -1: off
     min_p: float = 0.0  # 0..1
-    repetition_penalty: float = 1.0  # above 0; prompt and output
+    repetition_penalty: float = 1.0  # 0.01 to 100; prompt and output
     presence_penalty: float = 0.0  # -2..2; output only
     frequency_penalty: float = 0.0  # -2..2; output only
     seed: int | None = None  # 64 bits, signed
@@ -100,9 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _within("min_p", self.min_p, 0, 1)
         _within("presence_penalty", self.presence_penalty, -2, 2)
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
-        _within("repetition_penalty", self.repetition_penalty, 0, 100)
-        if self.repetition_penalty == 0:
-            raise BadRequest("repetition_penalty must be above 0", param="repetition_penalty")
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100)  # logits are divided by it
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if len(self.stop) > MAX_STOP:
