@@ -7,12 +7,13 @@ import ctypes
 import torch
 
 from anycore.contract.backend import Backend, Limits, StepFn, WholeStep
+from anycore.contract.host import usable_cores
 from anycore.errors import PluginError
 from anycore_cpu.kernel_ops import KernelOps
 from anycore_cpu.kernels.library import load_best
 from anycore_cpu.memory import CpuMemory
 from anycore_cpu.ops import CpuOps
-from anycore_cpu.probe import processor_flags, usable_cores
+from anycore_cpu.probe import processor_flags
 from anycore_cpu.replay import ReplayStep
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's numbers, from glibc's malloc.h

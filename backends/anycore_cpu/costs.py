@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from anycore.contract.costs import StepShape, activation_bytes, reference_workspace
+from anycore.contract.host import usable_cores
 from anycore_cpu.kernels import build
-from anycore_cpu.probe import processor_flags, usable_cores
+from anycore_cpu.probe import processor_flags
 
 PADDING = 512
 """Padded places of a group of decoding requests: `attention.CALL_COST`."""

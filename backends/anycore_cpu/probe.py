@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from functools import lru_cache
@@ -10,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from anycore.contract.declare import Device, Probe
-from anycore.contract.host import core_quota, memory_total
+from anycore.contract.host import memory_total, usable_cores
 from anycore_cpu.kernels import build
 
 CHIPS = {
@@ -44,13 +43,6 @@ def probe() -> Probe:
         return Probe(reason="torch is not installed", advice="pip install torch")
     except Exception as error:
         return Probe(reason=f"{type(error).__name__}: {error}", advice="report this: the CPU should always be found")
-
-
-def usable_cores() -> int:
-    """Cores by affinity, cut by the container's quota; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = core_quota()
-    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def chip() -> str:

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from anycore.contract.check_weights import int4_weight, int8_weight
+from anycore.contract.host import usable_cores
 from anycore_cpu.kernels import build, quantised
 from anycore_cpu.kernels.library import Kernels, PackedMatrix, load
 from anycore_cpu.kernels.quantised import Layout
-from anycore_cpu.probe import processor_flags, usable_cores
+from anycore_cpu.probe import processor_flags
 
 SHAPES = {
     "smollm2": {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)},

@@ -53,7 +53,7 @@ def test_version_2_limits_count_without_droppable_cache(groups: Path) -> None:
     assert host.memory_total() == 64 * MIB
     assert host.memory_free() == 34 * MIB
     assert host.core_quota() == 1.5
-    assert probe.usable_cores() == 1  # half a core is no core: threads would be stopped at every barrier
+    assert host.usable_cores() == 1  # half a core is no core: threads would be stopped at every barrier
 
 
 def test_version_1_limits(groups: Path) -> None:

@@ -5,6 +5,7 @@ Control groups of version 2 and version 1 are read, nested ones too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def core_quota() -> float | None:
         if quota is not None and period and quota > 0:
             quotas.append(quota / period)
     return min(quotas, default=None)
+
+
+def usable_cores() -> int:
+    """Cores by affinity, cut by the container's quota; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = core_quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def group_folders(controller: str) -> Iterator[Path]:

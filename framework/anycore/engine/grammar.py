@@ -7,7 +7,6 @@ release Python's lock. Both are limited in work, so that a hostile grammar ends 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from anycore.contract.host import core_quota
+from anycore.contract.host import usable_cores
 from anycore.errors import AnycoreError, InvalidGrammar
 
 if TYPE_CHECKING:
@@ -172,8 +171,7 @@ def unforced(grammar: str) -> str:
 
 def threads() -> int:
     """How many threads fill masks: half of the cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_THREADS, int(min(cores, core_quota() or cores)) // 2))
+    return max(1, min(MOST_THREADS, usable_cores() // 2))
 
 
 class Masks:
