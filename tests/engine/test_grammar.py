@@ -15,7 +15,8 @@ from llguidance import LLMatcher
 from tiny import tiny_lm
 
 from anycore import LLM, SamplingParams
-from anycore.engine.grammar import SECONDS, Grammars, GrammarState, Masks, unforced
+from anycore.engine.grammar import SECONDS, Grammars, GrammarState, unforced
+from anycore.engine.masks import Masks
 from anycore.engine.request import NewRequest
 from anycore.errors import AnycoreError
 from anycore.text import grammar
@@ -110,15 +111,43 @@ def test_masks_of_many_rows_are_those_of_each_alone(llm: LLM) -> None:
     forms = [grammar.json_schema(PERSON), grammar.regex("[ab]{3}"), grammar.choice(["x", "yes"])]
     states = [state_of(llm, form) for form in forms * 3]
     stop = next(iter(llm.spec.eos_ids))
-    assert not states[4].advance(stop)
-    assert states[4].error
-    masks = Masks(llm.spec.vocab_size)
-    into = np.zeros((len(states), masks.words), dtype=np.int32)
-    masks.start([(state.matcher, row) for row, state in enumerate(states)], into).result()
+    masks = Masks(llm.spec.vocab_size, len(states), llm.engine.runner.backend.memory)
+    for _ in range(2):
+        masks.take([states[4]], lambda: [stop]).result()
+        assert not states[4].allowed
+        assert "grammar" in states[4].error
+    there = masks.room(len(states))
+    masks.start(states)
+    masks.settle()
     for row, state in enumerate(states):
         alone = np.frombuffer(state_of(llm, forms[row % 3]).matcher.compute_bitmask(), dtype=np.int32)[: masks.words]
-        assert np.array_equal(into[row], np.full_like(alone, -1) if state.error else alone), row
-    assert not states[4].advance(stop)
+        assert np.array_equal(there[row], np.full_like(alone, -1) if state.error else alone), row
+
+
+def test_tokens_are_taken_before_masks_are_filled(llm: LLM) -> None:
+    """However late they come, and each row is told of its own: allowed, the last one, the end of a text, or wrong."""
+    came = threading.Event()
+    one = {letter: llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abq"}
+    stop = next(iter(llm.spec.eos_ids))
+    states = [state_of(llm, grammar.regex(form)) for form in ("ab", "a", "a*", "a")]
+    masks = Masks(llm.spec.vocab_size, len(states), llm.engine.runner.backend.memory)
+    there = masks.room(len(states))
+
+    def late() -> list[int]:
+        came.wait(30)
+        return [one["a"], one["a"], stop, one["q"]]
+
+    taken = masks.take(states, late)
+    masks.start(states)
+    assert not taken.done()
+    came.set()
+    masks.settle()
+    assert taken.done()
+    assert [state.allowed for state in states] == [True, True, True, False]
+    assert [state.ended for state in states] == [False, True, True, True]
+    bits = np.unpackbits(there.numpy().view(np.uint8), axis=1, bitorder="little")
+    assert np.flatnonzero(bits[0]).tolist() == [one["b"]]
+    assert bits[3].all()
 
 
 @pytest.mark.parametrize(

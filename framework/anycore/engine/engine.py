@@ -146,7 +146,10 @@ class Engine:
             self._take_read(self.texts)
         deltas, self._early = self._early, []
         step = self.scheduler.schedule()
-        launched = self.runner.launch(step, self._catch_up) if step.rows else None
+        overlap = self.runner.backend.overlap
+        if self._in_flight is not None:
+            self.runner.sample(self._in_flight)
+        launched = self.runner.launch(step, overlap) if step.rows else None
         if launched is not None:
             self._stats.steps += 1
             self._stats.step_tokens.add(step.rows, STEP_TOKENS)
@@ -155,12 +158,10 @@ class Engine:
             for chunk in step.chunks:  # where a request's first rows are
                 timing = chunk.request.timing
                 timing.started = timing.started or now
-        if self.runner.backend.overlap:
+        if overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is not None:
             deltas += self._commit(launched)
-        elif self._early:  # the step before was taken while this one was launched
-            deltas, self._early = deltas + self._early, []
         self._pace.step(self._clock(), self._stats.finished - ended, self.has_work())
         return deltas
 
@@ -256,12 +257,6 @@ class Engine:
                 deltas.append(self._pooled(request, vector) if finite else self._fail(request, _not_finite(request)))
         return deltas
 
-    def _catch_up(self) -> None:
-        """Take the results of the step in flight while the next one is being launched: grammars go on from there."""
-        if self._in_flight is not None:
-            launched, self._in_flight = self._in_flight, None
-            self._early += self._commit(launched)
-
     def _generated(self, results: Results) -> list[Delta]:
         """Append the sampled tokens and say which were the last. This loop runs for every token: it stays short."""
         deltas: list[Delta] = []
@@ -348,8 +343,8 @@ class Engine:
         return True
 
     def _leaves_grammar(self, request: Request, state: GrammarState, token: int) -> Delta | None:
-        """Move on within the grammar; return the end of a request whose output is whole, or that has no way on."""
-        if not state.advance(token):
+        """Return the end of a request whose output is whole, or that has no way on, now that its grammar has moved."""
+        if not state.allowed:
             why = state.error or "bans, biases and filters leave no token that it allows"
             return self._fail(request, InvalidGrammar(f"the output cannot keep to its grammar: {why}"))
         if state.ended and token not in request.stop_ids:

@@ -1,4 +1,4 @@
-"""Grammars that outputs keep to: compiled beside the engine's thread, and asked for masks while the device computes.
+"""Grammars that outputs keep to: compiled beside the engine's thread, and followed while the device computes.
 
 A grammar is text in llguidance's serialised form, made at the door by `text.grammar`. Compiling and filling masks
 release Python's lock. Both are limited in work, so that a hostile grammar ends its own request and nobody else's.
@@ -12,18 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from anycore.contract.host import usable_cores
 from anycore.errors import AnycoreError, InvalidGrammar
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
     Vocabulary = Callable[[], LLTokenizer]
-    Row = tuple[LLMatcher, int]  # whose mask comes where
 
 KEPT = 64  # compiled grammars, the ones used last
 COMPILING = 2  # at a time
@@ -31,30 +27,28 @@ SECONDS = 5.0  # for compiling one, from arrival, or from when the vocabulary wa
 HEAVY = 1.0  # seconds: what takes longer to compile takes much memory, too, and is not kept for others
 LEXER_FUEL = 200_000  # work and states that llguidance may take for one grammar: less than its own limits
 LEXER_STATES = 100_000
-MOST_THREADS = 8  # that fill masks: of 64 rows each has eight, and waking more takes longer than they save
 MOMENT = 0.01  # seconds that an engine with nothing else to do waits before it looks for new requests
 
 
 class GrammarState:
-    """Where one sequence is within its grammar. Not safe to use from two threads at a time."""
+    """Where one sequence is within its grammar. Its matcher is not to be used by two threads at a time.
+
+    What is said of the last token that was taken is a copy, for whoever does not own the matcher.
+    """
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.seconds = 0.0  # that it took to compile
+        self.allowed = True  # the last token was one that the grammar allows
+        self.ended = False  # nothing may follow it but the end
+        self.error = ""  # why it was not allowed, or no mask could be had, such as a limit on work
+        self.note(True)
 
-    @property
-    def error(self) -> str:
-        """Why no mask can be had, such as a limit on work; empty while all is well."""
-        return self.matcher.get_error().split("\n")[0] if self.matcher.is_error() else ""
-
-    def advance(self, token: int) -> bool:
-        """Take the token that was chosen; return whether the grammar allows it."""
-        return self.matcher.consume_token(token) and not self.matcher.is_error()  # which the end of a text passes
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing may follow but the end."""
-        return self.matcher.is_stopped()
+    def note(self, allowed: bool) -> None:
+        """Say what has become of the matcher, whose own word on a token this is."""
+        wrong = self.matcher.is_error()  # the end of a text may leave it so, although it was allowed
+        self.allowed, self.ended = allowed and not wrong, self.matcher.is_stopped()
+        self.error = self.matcher.get_error().split("\n")[0] if wrong else ""
 
     def copy(self) -> GrammarState:
         return GrammarState(self.matcher.deep_copy())
@@ -136,6 +130,7 @@ class Grammars:
         state = GrammarState(LLMatcher(vocabulary, unforced(grammar), log_level=0, limits=limits))
         if not state.error:
             state.matcher.compute_bitmask()  # what the first mask takes, later ones find done
+            state.note(True)
         if state.error:
             raise InvalidGrammar(f"the grammar cannot be used: {state.error}")
         state.seconds = time.monotonic() - began
@@ -167,33 +162,3 @@ def unforced(grammar: str) -> str:
         name = first.get("name") or "answer"
         top = [{"lark_grammar": f"{option}start: @{name}"}, first | {"name": name}]
     return json.dumps(whole | {"grammars": top + others})
-
-
-def threads() -> int:
-    """How many threads fill masks: half of the cores that this process may use."""
-    return max(1, min(MOST_THREADS, usable_cores() // 2))
-
-
-class Masks:
-    """Fills the masks of rows, on several threads and without Python's lock."""
-
-    def __init__(self, vocab: int) -> None:
-        self.words = -(-vocab // 32)
-        self._executor: LLExecutor | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
-
-    def start(self, rows: list[Row], into: np.ndarray[Any, Any]) -> Future[None]:
-        """Begin to `fill`, while the caller does something else."""
-        return self._thread.submit(self.fill, rows, into)
-
-    def fill(self, rows: list[Row], into: np.ndarray[Any, Any]) -> None:
-        """Fill rows of `into` [K, words] int32 on the host. One whose grammar is in error allows everything."""
-        from llguidance import LLExecutor
-        from llguidance.numpy import fill_next_token_bitmask_par
-
-        if self._executor is None:
-            self._executor = LLExecutor(threads())
-        fill_next_token_bitmask_par(self._executor, rows, into)
-        for matcher, row in rows:
-            if matcher.is_error():
-                into[row] = -1

@@ -1,12 +1,13 @@
 """From a step to a batch, and from what the device leaves to numbers on the host.
 
 `launch` may return before the device is done; `collect` waits for it. A row whose token the host has not seen yet
-takes its id from the samples of the step before, on the device.
+takes its id from the samples of the step before, on the device. Where rows keep to a grammar, their masks take as long
+as the forward pass: then `launch` may put sampling off until `sample` is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -36,6 +37,10 @@ LOGIT_ROWS = 64
 """Prompt log-probabilities are taken this many rows at a time, so that [rows, V] tables stay small."""
 
 
+NOT_YET = Samples(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
+"""Of a step whose sampling is put off."""
+
+
 class Model(Protocol):
     """What the runner asks of a model (models/decoder.py, models/encoder.py)."""
 
@@ -63,14 +68,22 @@ class Wanted:
 @dataclass
 class Launched:
     """A step under way. `arrive` waits for tensors on the host: `further` ones of `alternatives`, those of the samples,
-    and the pooled values.
+    and the pooled values. It is there once the step is sampled.
     """
 
     step: Step
     wanted: Wanted
     output: StepOutput
-    further: int
-    arrive: Download
+    pooled: list[Tensor] = field(default_factory=list)
+    further: int = 0
+    arrive: Download = list
+    taken: Future[None] | None = None  # by grammars: what the step was sampled for those rows that keep to one
+
+    def ids(self) -> list[int]:
+        """Wait for the sampled ids, on whichever thread."""
+        first = self.arrive()[self.further]
+        ids: list[int] = (first if first.dim() == 1 else first[0]).tolist()
+        return ids
 
 
 @dataclass(slots=True)
@@ -84,10 +97,6 @@ class Results:
     branches: dict[Request, list[Branch]] = field(default_factory=dict)  # of steps of beam searches
     prompt: list[tuple[Request, int, list[TokenLogprob]]] = field(default_factory=list)  # from the row at a position on
     pooled: list[tuple[Request, Vector, bool]] = field(default_factory=list)  # vector or labels' logits, all finite
-
-
-def nothing() -> None:
-    """Where no step is under way there is nothing to catch up on."""
 
 
 class Runner:
@@ -107,17 +116,18 @@ class Runner:
         )
         self.builder = BatchBuilder(model.spec, backend.memory, limits, kv, desk)
         self._before: Wanted | None = None  # of the step before
-        self._catch_up: Callable[[], None] = nothing
+        self._ahead = False  # sampling may be put off
+        self._unsampled: tuple[Tensor, Sampling] | None = None  # logits of the step that waits for it
         self.padding = 0  # rows that steps computed for nothing
 
     @torch.inference_mode()
-    def launch(self, step: Step, catch_up: Callable[[], None] = nothing) -> Launched:
+    def launch(self, step: Step, ahead: bool = False) -> Launched:
         """Build the batch and hand it to the device.
 
-        `catch_up` is called at most once, between the forward pass and sampling, where what may be sampled depends on
-        tokens of the step before. It takes them, and may end requests.
+        With `ahead`, a step whose sampling needs masks is not sampled before `sample` is called, which has to be before
+        the next step is launched: until then the host has other things to do, and the device the forward pass.
         """
-        self._catch_up = catch_up
+        assert self._unsampled is None, "the step before waits for `sample`"
         before = self._before
         goes_on = before is not None and before.only_sampled and not step.chunks and before.sampled == step.decodes
         if goes_on and before is not None:
@@ -131,27 +141,49 @@ class Runner:
             sampling = self._sampling(wanted)
             batch = self.builder.build(step, wanted.rows)
         batch.plan = self.backend.ops.plan(batch)
-        output = self._step(batch, sampling)
+        self._ahead = ahead
+        launched = Launched(step, wanted, self._step(batch, sampling))
         self.padding += batch.padding
+        if wanted.pooled:
+            launched.pooled = [self._pooled(launched.output.rows, batch)]
+        batch.plan = None  # a plan knows its batch: the circle would keep masks and workspaces until it is looked for
+        self._before = wanted
+        if self._unsampled is None:
+            self._send_off(launched)
+        return launched
+
+    @torch.inference_mode()
+    def sample(self, launched: Launched) -> None:
+        """Sample the step that was launched last, if that was put off."""
+        if self._unsampled is None:
+            return
+        (logits, sampling), self._unsampled = self._unsampled, None
+        self.sampler.settle()
+        launched.output.samples = self.backend.ops.sample(logits, sampling)
+        self._send_off(launched)
+
+    def _send_off(self, launched: Launched) -> None:
+        """Begin to bring to the host what a step leaves, which is sampled, and remember it for the next one."""
+        output, wanted = launched.output, launched.wanted
         leaving: list[Tensor] = []
         if wanted.asking:  # before what is sampled is counted
             leaving = alternatives.compute(self.model.logits, self.sampler, wanted.sampled, output.rows, wanted.asking)
-        further = len(leaving)
+        launched.further = len(leaving)
         if output.samples is not None:
             self.sampler.observe(wanted.sampled, output.samples)
             together = output.samples.together
             leaving += _tensors(output.samples) if together is None else [together]
-        if wanted.pooled:
-            leaving.append(self._pooled(output.rows, batch))
-        batch.plan = None  # a plan knows its batch: the circle would keep masks and workspaces until it is looked for
-        self._before = wanted
         self.builder.remember(wanted.seats, output.samples)
-        return Launched(step, wanted, output, further, self.backend.memory.download(leaving))
+        launched.arrive = self.backend.memory.download(leaving + launched.pooled)
+        if wanted.sampled:
+            launched.taken = self.sampler.take(launched.ids)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> Results:
-        """Wait for a step and return its results."""
+        """Wait for a step, which is sampled, and return its results. Grammars have taken its tokens then."""
         arrived, wanted = launched.arrive(), launched.wanted
+        if launched.taken is not None:
+            launched.taken.result()
         further, arrived = iter(arrived[: launched.further]), arrived[launched.further :]
         results = Results()
         if wanted.sampled:
@@ -173,7 +205,11 @@ class Runner:
 
     def _sample(self, rows: Tensor, sampling: Sampling) -> Samples:
         logits = self.model.logits(rows)
-        self.sampler.settle(self._catch_up)
+        if sampling.masked is not None:
+            if self._ahead:
+                self._unsampled = logits, sampling
+                return NOT_YET
+            self.sampler.settle()
         return self.backend.ops.sample(logits, sampling)
 
     # --- building -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +20,9 @@ from anycore.contract.batch import IN_PROMPT, Penalties, Samples, Sampling
 from anycore.contract.desk import Desk
 from anycore.contract.sampling import GREEDY_BELOW
 from anycore.engine.decodes import Array
-from anycore.engine.grammar import Masks
+from anycore.engine.grammar import GrammarState
+from anycore.engine.masks import Masks
 from anycore.engine.request import Request, SamplingParams
-
-if TYPE_CHECKING:
-    from anycore.engine.grammar import Row
 
 MASK = 2**64 - 1
 
@@ -75,8 +73,7 @@ class Group:
     plain: bool  # all of them are
     lasts: float  # further steps in which only the draws change
     draws: np.ndarray[Any, Any]  # [steps, R]: of the next steps
-    held: list[Request]  # those that keep to a grammar, whose masks change with every step
-    grammars: list[Row]  # theirs, in this order
+    held: dict[int, GrammarState]  # of rows that keep to a grammar, whose masks change with every step
     drawn: int = 0  # of these steps
 
 
@@ -104,10 +101,7 @@ class Sampler:
         self.memory = memory or Memory(device)
         self.desk = desk
         self._group: Group | None = None
-        self._masks = Masks(vocab)
-        self._words: tuple[Tensor, Tensor, Tensor] | None = None  # [seats, words] on the device, twice on the host
-        self._filling: Future[None] | None = None  # masks under way
-        self._masking: Group | None = None  # whose masks are wanted; if none are under way, the host is behind
+        self._masks = Masks(vocab, seats, self.memory)
         self._numbers = np.zeros((seats, 4))  # of each seat, as in `SamplerState`
         self._seeds = np.zeros(seats, dtype=np.uint64)
         self._plain = np.zeros(seats, dtype=np.bool_)
@@ -136,9 +130,7 @@ class Sampler:
         else:
             group = self._group = self._new_group(requests, seats)
         if group.held:
-            self._masking = group
-            if not any(request.num_pending > 1 for request in group.held):
-                self._filling = self._masks.start(group.grammars, self._next_words(len(group.held)))
+            self._masks.start(list(group.held.values()))
         places = self._places[group.seats]
         self._places[group.seats] += np.uint64(1)
         if not group.sampling.all_greedy:
@@ -170,14 +162,12 @@ class Sampler:
         sampling = self._sampling(self._numbers[seats])
         lasts = math.inf
         plain = bool(self._plain[seats].all())
-        held: dict[int, Request] = {}
+        held: dict[int, GrammarState] = {}
         if not plain:
-            held = {row: request for row, request in enumerate(requests) if request.grammar is not None}
+            held = {row: request.grammar for row, request in enumerate(requests) if request.grammar is not None}
             sampling = self._extras(requests, list(held), sampling)
             lasts = min(map(_lasts, requests))
-        matchers = [request.grammar.matcher for request in held.values() if request.grammar is not None]
-        grammars = [(matcher, i) for i, matcher in enumerate(matchers)]
-        return Group(seats, sampling, plain, lasts, np.zeros((0, len(seats))), list(held.values()), grammars)
+        return Group(seats, sampling, plain, lasts, np.zeros((0, len(seats))), held)
 
     def _sampling(self, numbers: np.ndarray[Any, Any]) -> Sampling:
         """What every row has: temperature, and the filters that any row asks for."""
@@ -232,38 +222,25 @@ class Sampler:
 
     def _masked(self, rows: list[int]) -> tuple[Tensor, Tensor] | None:
         """Room for the masks of rows that keep to a grammar."""
-        if not rows:
-            return None
-        if self._words is None:
-            there = torch.zeros(len(self._owners), self._masks.words, dtype=torch.int32, device=self.device)
-            first, second = self.memory.download([there, there])()  # from where the device copies without help
-            self._words = there, first, second
-        return self._longs(rows), self._words[0][: len(rows)]
+        return (self._longs(rows), self._masks.room(len(rows))) if rows else None
 
-    def _next_words(self, count: int) -> np.ndarray[Any, Any]:
-        """Room for so many masks on the host, out of which nothing is being copied: two take turns, as steps do."""
-        assert self._words is not None
-        there, last, following = self._words
-        self._words = there, following, last
-        return following[:count].numpy()
+    def settle(self) -> None:
+        """Wait for the masks of the step that `prepare` was called for, and bring them where its sampling looks."""
+        self._masks.settle()
 
-    def settle(self, catch_up: Callable[[], None]) -> None:
-        """Make sure that the masks of the step under way are where its sampling looks for them. Call it in between.
-
-        `catch_up` takes the tokens of the step before, where masks depend on them: the device computes meanwhile.
+    def take(self, ids: Callable[[], list[int]]) -> Future[None] | None:
+        """Move grammars on by what the step was sampled that `prepare` was called for. `ids`, which is called on
+        another thread, waits for one of each row. None if no row keeps to a grammar.
         """
-        group, self._masking = self._masking, None
-        if group is None:
-            return
-        if self._filling is not None:
-            filled, self._filling = self._filling, None
-            filled.result()
-        else:
-            catch_up()
-            self._masks.fill(group.grammars, self._next_words(len(group.held)))
-        assert self._words is not None
-        there, here, _ = (words[: len(group.held)] for words in self._words)
-        self.memory.renew(there, here)
+        if self._group is None or not self._group.held:
+            return None
+        rows, states = list(self._group.held), list(self._group.held.values())
+
+        def tokens() -> list[int]:
+            every = ids()
+            return [every[row] for row in rows]
+
+        return self._masks.take(states, tokens)
 
     def observe(self, requests: list[Request], samples: Samples) -> None:
         """Count what was sampled, on the device and without waiting for it."""
