@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from anycore.contract.backend import Backend, Limits, StepFn, StepOutput, WholeStep
 from anycore.contract.batch import Batch
-from anycore.contract.graphs import GraphStep, NotCaptured, Replay
+from anycore.contract.capture import NotCaptured, Replay
+from anycore.contract.graphs import GraphStep
 from anycore.errors import PluginError
 from anycore_ascend.costs import GRAPH_SIZES
 from anycore_ascend.memory import AscendMemory

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anycore.contract.backend import Backend, Limits, StepFn, StepOutput, WholeStep
-from anycore.contract.graphs import GraphStep, Replay
+from anycore.contract.capture import Replay
+from anycore.contract.graphs import GraphStep
 from anycore.errors import PluginError
 from anycore_cuda.collective import CardGroup
 from anycore_cuda.kernels.launch import launch

@@ -35,4 +35,4 @@ def workspace(shape: StepShape) -> int:
 
 
 def graphs(shape: StepShape) -> int:
-    return graph_bytes(shape, GRAPH)
+    return graph_bytes(shape, GRAPH, mixed=True)

@@ -23,7 +23,7 @@ from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import dense_rows
 from anycore_cuda.kernels.rounded_cache import parts
 from anycore_cuda.kernels.sampling import choose, normaliser
-from anycore_cuda.plan import Plan
+from anycore_cuda.plan import Plan, RoomyPlan
 
 COUNTERS = 1 << 16
 SAVED_TOKENS = 1 << 16
@@ -42,6 +42,9 @@ class CudaOps(Ops):
 
     def plan(self, batch: Batch) -> Plan:
         return Plan(batch, self.memory, self.processors)
+
+    def renewable(self, batch: Batch, decoding: int, prompts: int) -> RoomyPlan:
+        return RoomyPlan(batch, decoding, prompts, self.memory, self.processors)
 
     def shares(self, batch: Batch) -> bool:
         return batch.shared_tokens * (len(batch.query_lens) - 1) >= SAVED_TOKENS

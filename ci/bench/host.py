@@ -27,8 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from anycore.contract.backend import Backend, Memory, StepFn, StepOutput, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.capture import Replay
 from anycore.contract.declare import Task
-from anycore.contract.graphs import GraphStep, Replay
+from anycore.contract.graphs import GraphStep
 from anycore.contract.ops import Ops
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool

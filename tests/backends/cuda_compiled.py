@@ -23,10 +23,11 @@ from triton.compiler.compiler import CompiledKernel
 
 from anycore.contract.backend import Backend
 from anycore.contract.batch import Batch, Sampling
+from anycore.contract.capture import NotCaptured
 from anycore.contract.check_weights import fp8_weight, int4_weight, int8_weight
 from anycore.contract.declare import Task
 from anycore.contract.formats import KV_CACHES
-from anycore.contract.graphs import GraphStep, NotCaptured
+from anycore.contract.graphs import GraphStep
 from anycore.contract.sizes import KVSpec, Limits
 from anycore.engine.blocks import BlockPool
 from anycore.engine.engine import Engine

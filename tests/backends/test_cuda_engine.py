@@ -11,10 +11,11 @@ import tiny
 from backends.cuda_interpreted import interpreted
 
 from anycore.contract.backend import StepOutput
+from anycore.contract.capture import Replay
 from anycore.contract.check_graphs import check_optimized
 from anycore.contract.checks import AttentionCase
 from anycore.contract.declare import Task
-from anycore.contract.graphs import GraphStep, Replay, buckets
+from anycore.contract.graphs import GraphStep, buckets
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool
 from anycore.engine.engine import Engine

@@ -15,9 +15,10 @@ from reference import CPU, HostMemory
 
 from anycore.contract.backend import Backend, StepOutput
 from anycore.contract.batch import Batch
+from anycore.contract.capture import Replay
 from anycore.contract.declare import Task
 from anycore.contract.desk import Desk
-from anycore.contract.graphs import GraphStep, Replay
+from anycore.contract.graphs import GraphStep
 from anycore.contract.ops import Ops
 from anycore.contract.pinned import PinnedMemory
 from anycore.contract.sizes import Limits

@@ -12,7 +12,8 @@ import engines
 
 from anycore.contract.backend import StepOutput
 from anycore.contract.batch import Batch, Sampling
-from anycore.contract.graphs import GraphStep, NotCaptured, Replay
+from anycore.contract.capture import NotCaptured, Replay
+from anycore.contract.graphs import GraphStep
 
 PROMPTS = [[7, 8, 9, 10, 11], list(range(20, 50)), [5] * 17]
 

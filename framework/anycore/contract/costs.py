@@ -74,17 +74,33 @@ def reference_workspace(shape: StepShape) -> int:
     return scores + keys + 12 * rows * shape.heads * shape.head_dim
 
 
+MIXED_GRAPHS = 24
+"""Kinds of steps with prompts that are captured, at most."""
+
+MIXED_PROMPTS = 16
+"""Prompts of a step that is captured: fewer than these, since the last place is nobody's."""
+
+MIXED_ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024)
+"""Rows of captured steps with prompts. Larger steps take longer to compute than to launch."""
+
+
+def mixed_rows(most: int) -> list[int]:
+    """Rows that steps with prompts are captured for, where a step has `most` at most."""
+    return [*(size for size in MIXED_ROWS if size < most), *((most,) if most <= MIXED_ROWS[-1] else ())]
+
+
 def buckets(most: int) -> list[int]:
     """Batch sizes to capture: close together where a step is short, never more than an eighth too large from 64 on."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 32, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
-def graph_bytes(shape: StepShape, each: int, sizes: Sequence[int] | None = None) -> int:
+def graph_bytes(shape: StepShape, each: int, sizes: Sequence[int] | None = None, mixed: bool = False) -> int:
     """What `contract.graphs` takes: its buffers, the memory that captured steps share, as wide as the largest of them,
     what every one leaves there for its caller, and `each` of the driver's own. Nothing where nothing decodes.
 
-    A batch size is captured with and without sampling, and both again for batches that share a prefix.
+    A batch size is captured with and without sampling, and both again for batches that share a prefix. `mixed`: steps
+    with prompts are captured, too.
     """
     if not shape.block_size:
         return 0
@@ -93,4 +109,10 @@ def graph_bytes(shape: StepShape, each: int, sizes: Sequence[int] | None = None)
     buffers = shape.seqs * (4 * blocks + 72)  # block tables, and what else lies on a desk
     shared = activation_bytes(shape, captured[-1]) + captured[-1] * shape.vocab * (8 + shape.element)
     left = sum(captured) * (shape.element * shape.hidden + 25)  # hidden rows, ids, whether they are finite, both again
-    return buffers + shared + 4 * (left + len(captured) * each)
+    total = buffers + shared + 4 * (left + len(captured) * each)
+    rows = mixed_rows(shape.rows) if mixed else []
+    if rows:
+        buffers = shape.seqs * 4 * blocks + rows[-1] * 24
+        wider = max(0, activation_bytes(shape, rows[-1]) - shared)
+        total += buffers + wider + MIXED_GRAPHS * (each + (shape.seqs + MIXED_PROMPTS) * shape.element * shape.hidden)
+    return total

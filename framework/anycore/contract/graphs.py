@@ -2,6 +2,7 @@
 
 A step is captured per bucket of batch sizes, on a desk. Replaying one that was laid there is one launch. Steps whose
 sampling is more than a temperature are captured up to the hidden rows; what follows, a few launches, runs as it is.
+Steps with prompts are captured the same way where that pays (`contract.mixed`).
 """
 
 from __future__ import annotations
@@ -10,22 +11,18 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from anycore.contract.backend import Memory, StepOutput, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.capture import Capture, NotCaptured, Replay
 from anycore.contract.costs import buckets
 from anycore.contract.desk import Desk
+from anycore.contract.mixed import MixedSteps
 from anycore.contract.ops import Ops
 from anycore.contract.sizes import Limits
-
-Replay = Callable[[Batch], None]
-"""Runs what was captured. The batch, whose rows are on the desk already, is for devices whose kernels take lengths
-from the host: they renew them first.
-"""
 
 FEW = 8
 """Batches up to so many requests are captured with and without sampling in the warm-up: at low load each capture that
@@ -33,19 +30,6 @@ was put off would hold a request up.
 """
 
 log = logging.getLogger(__name__)
-
-
-class NotCaptured(Exception):
-    """Raised by a `Capture` that cannot record a step; says why. Such steps then run as they are."""
-
-
-class Capture(Protocol):
-    """The device's part: record what `work` launches, without running it, and return what runs it again.
-
-    `work` has run before, so that nothing is compiled or allocated for the first time while recording.
-    """
-
-    def __call__(self, work: Callable[[], StepOutput]) -> tuple[Replay, StepOutput]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +52,9 @@ class Recorded:
 
 
 class GraphStep:
-    """A step function that replays what decodes one token of each request, and passes everything else on."""
+    """A step function that replays what decodes one token of each request, short prompts beside it, and passes
+    everything else on.
+    """
 
     def __init__(
         self,
@@ -96,6 +82,7 @@ class GraphStep:
         self._recorded: dict[tuple[int, bool, bool], Recorded | None] = {}
         self._said: set[str] = set()  # reasons why steps were not captured
         self.desk = Desk(memory or Memory(device), limits, ops.draw_dtype)
+        self.mixed = MixedSteps(step, ops, limits, device, capture)
         self._shared = torch.zeros(1, dtype=torch.int32, device=device)
         self._shared_now = 0  # what it holds
 
@@ -106,7 +93,8 @@ class GraphStep:
             self._rehearse(self._rehearsal, batch, sampling)
             self._rehearsal = None
         if not replayable(batch):
-            return self.step(batch, sampling)
+            rows = self.mixed(batch)
+            return self.step(batch, sampling) if rows is None else StepOutput(rows, self.step.sample(rows, sampling))
         count = len(batch.query_lens)
         if count > self.buckets[-1]:
             return self.step(batch, sampling)
@@ -161,6 +149,8 @@ class GraphStep:
                 self._record(batch, size, False, shares)
         if (bucket, whole, shares) not in self._recorded:
             self._record(batch, bucket, whole, shares)
+        if self.compiles:
+            self.mixed.warm_up(self._mixed(batch, 1))
 
     def _record(self, batch: Batch, bucket: int, whole: bool, shares: bool) -> None:
         mine, sampling = self._batch(batch, bucket, shares), self._sampling_of(bucket) if whole else None

@@ -6,7 +6,7 @@ T rows in the step, H hidden size, Hq/Hkv query and KV heads, D head size, V voc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from anycore.contract import reference, sampling
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.collective import ALONE, Collective
 from anycore.contract.weights import Weight
+
+if TYPE_CHECKING:
+    from anycore.contract.mixed import Renewable
 
 HeadNorms = tuple[Tensor, Tensor, float]
 """Weights [D] of the norms of query and key heads, and their epsilon."""
@@ -29,6 +32,15 @@ class Ops:
 
     def plan(self, batch: Batch) -> Any:
         """Prepare masks, workspaces or split counts once a step, before the forward; kept in `batch.plan`."""
+        return None
+
+    def renewable(self, batch: Batch, decoding: int, prompts: int) -> Renewable | None:
+        """Plan a step that is captured and has prompts: any batch of as many rows and requests can be put into it.
+
+        At most `decoding` requests have one row and a history, and fewer than `prompts` others have rows; the last
+        request of `batch` never has. What launches depend on has to be of these sizes, not of the batch's lengths,
+        which change on the device. None: such steps are not captured here.
+        """
         return None
 
     def shares(self, batch: Batch) -> bool:
