@@ -56,6 +56,17 @@ def test_what_is_measured_is_what_the_device_took(small: Path, overlap: bool) ->
     assert made.pool.free == made.pool.size
 
 
+def test_what_takes_long_to_launch_is_charged_to_the_step_that_does(small: Path) -> None:
+    """While its kernels are launched, the results of the step before wait: that one did not take so long."""
+    made = engine(small, overlap=True, **SHAPE)
+    paced = Paced(made.runner, lambda step: 0.5, lambda step: 8.0 if step.chunks else 0.1)
+    made.runner = paced  # type: ignore[assignment]
+    steps = Meter(made, SamplingParams(ignore_eos=True), 0.1, lambda: paced.now).run()
+    for step in steps:
+        wanted = 8.0 if step.chunks else 0.5
+        assert sorted(step.seconds)[len(step.seconds) // 2] == pytest.approx(wanted, abs=0.51), step
+
+
 def test_scenes_stay_within_the_limits() -> None:
     limits = Limits(48, 512, 1024, 16, 500)
     for scene in scenes(limits):

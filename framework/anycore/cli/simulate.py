@@ -142,7 +142,7 @@ def points_of(options: argparse.Namespace, made: Prepared, times: StepTimes | No
             "request_rate": None if math.isinf(rate) else rate, "workload": options.workload, "seed": options.seed,
         }  # fmt: skip
         point = Point(requests, settings, step_time, about, dict(options.slo), replicas, options.front_ms / 1e3,
-                      places, options.price_per_hour, config.tensor_parallel_size)  # fmt: skip
+                      options.delay_ms / 1e3, places, options.price_per_hour, config.tensor_parallel_size)  # fmt: skip
         points.append(point)
     return points, notes
 

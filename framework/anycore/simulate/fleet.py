@@ -38,6 +38,7 @@ class Fleet:
 
     Args:
         front: seconds that the front is busy with each request before the engine has it, one after the other.
+        delay: seconds that pass for each request beside that, whatever else is under way.
         most_open: conversations that may be open at once; None: no limit.
     """
 
@@ -46,11 +47,13 @@ class Fleet:
         settings: Settings,
         step_times: Iterable[StepTime],
         front: float = 0.0,
+        delay: float = 0.0,
         most_open: int | None = None,
     ) -> None:
         self.settings = settings
         self.engines = [VirtualEngine(settings, seconds) for seconds in step_times]
         self._front, self._front_free = front, 0.0
+        self._delay = delay
         self._most_open = math.inf if most_open is None else most_open
         self._open = [0] * len(self.engines)
         self._holders = Holders(len(self.engines))
@@ -106,9 +109,9 @@ class Fleet:
         if not rendered and sequence.turn == 0:
             self._ahead = next(self._source, None)
             self._begin(now)
-        if not rendered and self._front:
+        if not rendered and (self._front or self._delay):
             self._front_free = max(self._front_free, now) + self._front
-            heapq.heappush(self._events, (self._front_free, number, sequence, True))
+            heapq.heappush(self._events, (self._front_free + self._delay, number, sequence, True))
             return
         if sequence.max_total > self.settings.limits.max_model_len:
             self._outcomes.too_long += 1

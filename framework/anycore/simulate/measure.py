@@ -32,6 +32,10 @@ from anycore.simulate.measured import FORMAT, Measured, StepTimes, shape_of
 
 LEAST, MOST, MOST_PROMPTS = 3, 32, 10
 """Times that each kind of step is run, as the seconds for it allow; most for steps with prompts."""
+SETTLING = 2
+"""Times that prompts come before they count: a device may run them as they are at first, and capture them then."""
+LAG = 1.2
+"""A step before one with prompts that takes so many times what the one before it took has waited for their launch."""
 MARGIN = 64
 """Tokens of a sequence that are left for decoding while it is measured."""
 SHORT, USUAL = 64, 1024
@@ -157,24 +161,36 @@ class Meter:
         return seconds
 
     def _arrive(self, scene: Scene, chunks: Chunks) -> None:
-        """Let prompts come together, again and again. The first time is not counted: something may be made anew."""
-        turns, turn = LEAST + 1, 0
+        """Let prompts come together, again and again.
+
+        While the host launches them, the step before is done and its results wait, on devices that overlap: what that
+        one took too long is theirs.
+        """
+        turns, turn = SETTLING + LEAST, 0
         while turn < turns:
             if any(len(r.tokens) > scene.context + MARGIN - LEAST for r in self.engine.scheduler.running):
                 self._clear()  # they would come to their end: others take their place
                 self._place(scene)
-            names = [self._send(start, rows) for start, rows in chunks]
+            requests = [self._request(start, rows) for start, rows in chunks]
+            before = self._step() if scene.decodes else []
+            for request in requests:
+                self.engine.add(request)
             done = self._settle()
-            for name in names:
-                self.engine.abort(name)
+            lag = 0.0
+            if before and done and not done[0][0][2]:
+                usual, seconds = before[-1][1], done[0][1]
+                lag = seconds - usual if seconds > LAG * usual else 0.0
+            for request in requests:
+                self.engine.abort(request.id)
             if not scene.decodes:
                 self._clear()
-            if turn == 1:
-                turns = 1 + min(self._times(sum(seconds for _, seconds in done)), MOST_PROMPTS)
-            if turn:
+            if turn == SETTLING:
+                turns = SETTLING + min(self._times(sum(seconds for _, seconds in done)), MOST_PROMPTS)
+            if turn >= SETTLING:
                 for shape, seconds in done:
                     if shape[2]:
-                        self._note(scene, shape, seconds)
+                        self._note(scene, shape, seconds + lag)
+                        lag = 0.0
             turn += 1
 
     def _times(self, once: float) -> int:
@@ -186,8 +202,11 @@ class Meter:
 
     # --- the engine ---------------------------------------------------------------------------------------------
 
-    def _send(self, start: int, rows: int) -> str:
-        """Add a request of which `start` tokens, in whole blocks, are found in the cache, and `rows` are computed."""
+    def _send(self, start: int, rows: int) -> None:
+        self.engine.add(self._request(start, rows))
+
+    def _request(self, start: int, rows: int) -> NewRequest:
+        """Make a request of which `start` tokens, in whole blocks, are found in the cache, and `rows` are computed."""
         pool = self.engine.pool
         assert pool is not None
         size = pool.block_size
@@ -199,10 +218,9 @@ class Meter:
         for i, block in enumerate(blocks):
             parent = hashes[i - 1] if i else root_hash(None)
             pool.publish(block, hashes[i], parent, tokens[i * size : (i + 1) * size])
-        name = f"measured-{next(self._names)}"
-        self.engine.add(NewRequest(id=name, task=Task.GENERATE, token_ids=tokens, sampling=self.sampling))
         pool.release(blocks)
-        return name
+        name = f"measured-{next(self._names)}"
+        return NewRequest(id=name, task=Task.GENERATE, token_ids=tokens, sampling=self.sampling)
 
     def _computing(self) -> bool:
         """Whether the prompt of a running request is not computed yet, or its results are under way."""

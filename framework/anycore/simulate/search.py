@@ -28,7 +28,8 @@ class Point:
     about: dict[str, Any]  # goes into the row as it is
     slo: Slo
     replicas: int = 1
-    front: float = 0.0  # seconds that the front takes for each request
+    front: float = 0.0  # seconds that the front is busy with each request
+    delay: float = 0.0  # and that pass beside that
     max_concurrency: int | None = None
     price: float | None = None  # of a device and hour
     ranks: int = 1  # devices of an engine
@@ -36,7 +37,7 @@ class Point:
     def run(self, replicas: int | None = None) -> dict[str, Any]:
         """Simulate it; return the figures."""
         step_times = [self.step_time(number) for number in range(replicas or self.replicas)]
-        fleet = Fleet(self.settings, step_times, self.front, self.max_concurrency)
+        fleet = Fleet(self.settings, step_times, self.front, self.delay, self.max_concurrency)
         gc.disable()  # nothing here is in a circle, and looking for one through a million requests takes its time
         try:
             found = fleet.run(self.requests)
