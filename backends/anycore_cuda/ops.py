@@ -39,6 +39,7 @@ class CudaOps(Ops):
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=memory.device)
         self.measured = KNOWN and processors == products.PROCESSORS and is_hopper(memory.device)
         self.chip = quantised_linear.chip_of(memory.device, processors, early)
+        self.places = masks.Places()
 
     def plan(self, batch: Batch) -> Plan:
         return Plan(batch, self.memory, self.processors)
@@ -219,7 +220,10 @@ class CudaOps(Ops):
     def sample(self, logits: Tensor, params: Sampling) -> Samples:
         raw = sampling.raw_of(logits, params)
         finite: Tensor | None = None
-        if params.edited:
+        placed: tuple[Tensor, Tensor] | None = None
+        if params.masked is not None and params.penalties is params.bias is params.banned is None:
+            placed = self.places.of(params.masked[0], len(logits)), params.masked[1]
+        elif params.edited:
             finite = sampling.row_is_finite(logits)
             if params.penalties is not None:
                 edits.penalise(logits, params.penalties)
@@ -230,7 +234,7 @@ class CudaOps(Ops):
             if params.masked is not None:
                 masks.constrain(logits, *params.masked)
         filters = (None, None, None) if params.all_greedy else (params.top_k, params.top_p, params.min_p)
-        ids, fine = choose(logits, params.temperature, params.uniforms, *filters, self.early)
+        ids, fine = choose(logits, params.temperature, params.uniforms, *filters, self.early, placed)
         samples = Samples(ids=ids, finite=fine if finite is None else finite)
         if raw is not None and params.logprobs is not None:
             report = sampling.report(raw, ids, params.logprobs, normaliser(raw))

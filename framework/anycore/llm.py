@@ -69,7 +69,7 @@ class LLM:
         self.engine.texts = Texts(lambda: self.renderer.tokenizer)
         tokenizer, templates = self.renderer.tokenizer, self.renderer.templates
         self.formats = Formats(tokenizer, templates, found.formats, config.tool_parser, config.reasoning_parser)
-        file = prepared.source.read_json("generation_config.json")
+        file = prepared.source.read_object("generation_config.json")
         self._defaults = sampling_defaults(file, config.override_generation_config, config.generation_config)
         self._names = itertools.count()
         self._progress = progress
@@ -255,6 +255,11 @@ class LLM:
             raise BadRequest(f"{len(queries)} queries for {len(documents)} documents", param="query")
         if self.spec.score is not None and self.spec.score.kind == "cosine":
             return self._cosines(queries, documents, instruction, truncate)
+        if self.spec.score is not None and self.spec.score.labels > 2:
+            raise TaskNotSupported(
+                f"the model has {self.spec.score.labels} labels: a score is that of one, or the second of two",
+                param="model",
+            )
         pairs = list(zip(queries, documents, strict=True))
         rendered = self.renderer.each(lambda pair: self.renderer.pair_draft(*pair, instruction, truncate), pairs)
         deltas = self._pooled(rendered, len(pairs), PoolingParams(raw_scores=raw_scores))

@@ -2,7 +2,7 @@
 
 Run as a program of its own (Triton must not interpret): python cuda_compiled.py FOLDER, which holds a decoder. Prints
 as JSON which kernels the rehearsal compiled, and which were still missing in what it stands for; then those of
-quantised products and of rounded KV caches.
+quantised products, of rounded KV caches and of masks.
 """
 
 from __future__ import annotations
@@ -103,6 +103,14 @@ def compile_quantised(ops: CudaOps) -> None:
         ops.embedding(torch.zeros(3, dtype=torch.int64), packed)
 
 
+def compile_masked(ops: CudaOps) -> None:
+    """Sample rows under a grammar, with and without a bias."""
+    rows, words = torch.tensor([2, 0]), torch.zeros(2, 10, dtype=torch.int32)
+    plain = Sampling(torch.ones(3), torch.zeros(3, dtype=ops.draw_dtype), masked=(rows, words))
+    for params in (plain, replace(plain, bias=(rows, rows, torch.zeros(2)))):
+        ops.sample(torch.zeros(3, 320), params)
+
+
 def compile_rounded(ops: CudaOps, kind: str) -> None:
     """Go through prompts, decoding, and decoding beside a prompt and over a shared prefix, on a rounded cache."""
     heads, kv_heads, dim, size = 8, 2, 64, 16
@@ -176,9 +184,13 @@ def main(folder: str) -> None:
     with torch.inference_mode(), launch.compiling(backend.device):
         for kind in KV_CACHES:
             compile_rounded(ops, kind)
+    rounded = sorted(set(compiled))
+    compiled.clear()
+    with torch.inference_mode(), launch.compiling(backend.device):
+        compile_masked(ops)
     found = {
         "rehearsed": sorted(rehearsed), "missing": missing, "hasty": hasty, "quantised": quantised,
-        "rounded": sorted(set(compiled)),
+        "rounded": rounded, "masked": sorted(set(compiled)),
         "unused": sorted(set(INSTRUCTIONS) - used),
     }  # fmt: skip
     print(json.dumps(found))

@@ -19,7 +19,7 @@ from anycore.contract.declare import Task
 from anycore.contract.reference import pool
 from anycore.contract.sizes import KVSpec
 from anycore.engine.tasks import wanted_rows
-from anycore.errors import ConfigError, Unsupported
+from anycore.errors import ConfigError, SourceError, Unsupported
 from anycore.models.families import ARCHITECTURES
 from anycore.models.source import Source
 from anycore.models.spec import Architecture, ModelSpec, PoolingSpec, ScoreSpec, read_spec
@@ -289,10 +289,27 @@ def test_o15_an_activation_is_never_imported(tmp_path: Path) -> None:
         spec_of(tmp_path)
 
 
-def test_a_classifier_of_many_labels_does_not_rerank(tmp_path: Path) -> None:
-    tiny.tiny_cross_encoder(tmp_path, labels=3)
-    with pytest.raises(Unsupported, match="3 labels"):
-        spec_of(tmp_path)
+@pytest.mark.parametrize(
+    ("labels", "changes", "of_labels", "of_pairs"),
+    [
+        (1, {}, "sigmoid", "sigmoid"),
+        (1, {"problem_type": "regression"}, "identity", "sigmoid"),
+        (2, {}, "softmax", "softmax"),
+        (2, {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, "softmax", "identity"),
+        (3, {}, "softmax", "softmax"),
+        (3, {"problem_type": "single_label_classification"}, "softmax", "softmax"),
+        (3, {"problem_type": "multi_label_classification"}, "sigmoid", "sigmoid"),
+        (3, {"problem_type": "regression"}, "identity", "identity"),
+    ],
+)
+def test_labels_have_the_pipelines_function_and_pairs_that_of_cross_encoders(
+    labels: int, changes: dict[str, Any], of_labels: str, of_pairs: str, tmp_path: Path
+) -> None:
+    tiny.tiny_cross_encoder(tmp_path, labels=labels)
+    edit(tmp_path, **changes)
+    score = spec_of(tmp_path).score
+    assert score is not None
+    assert (score.labels, score.of_labels, score.activation) == (labels, of_labels, of_pairs)
 
 
 # --- config.json ---------------------------------------------------------------------------------------------------
@@ -338,6 +355,11 @@ def test_architectures_of_plugins_win(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "longrope"}}, Unsupported, "longrope"),
         ({"rope_scaling": {"type": "linear"}}, ConfigError, "factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, ConfigError, "above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, ConfigError, "factor"),
+        ({"rope_scaling": {"factor": 2.0}}, ConfigError, "rope_type"),
+        ({"rope_scaling": {"type": ["linear"]}}, Unsupported, "rope type"),
+        ({"rope_scaling": "linear"}, ConfigError, "rope_scaling"),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 0}}, ConfigError, "above 0"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, ConfigError, "low_freq_factor"),
         ({"partial_rotary_factor": 0.5}, Unsupported, "partial_rotary_factor"),
         ({"architectures": ["Gemma3TextModel"], "layer_types": ["full_attention"]}, ConfigError, "layer_types"),
@@ -353,6 +375,69 @@ def test_what_is_wrong_in_the_config_is_named(
 ) -> None:
     with pytest.raises(error, match=word):
         spec_of(written(tmp_path, LLAMA, **changes))
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "name"),
+    [
+        ("config.json", {"num_hidden_layers": 2**70}, "num_hidden_layers"),
+        ("config.json", {"num_hidden_layers": True}, "num_hidden_layers"),
+        ("config.json", {"max_position_embeddings": 512.5}, "max_position_embeddings"),
+        ("config.json", {"type_vocab_size": "2"}, "type_vocab_size"),
+        ("config.json", {"layer_norm_eps": float("inf")}, "layer_norm_eps"),
+        ("config.json", {"hidden_act": ["gelu"]}, "hidden_act"),
+        ("config.json", {"architectures": "BertModel"}, "architectures"),
+        ("config.json", {"auto_map": ["mine"]}, "auto_map"),
+        ("config.json", {"eos_token_id": [[2]]}, "eos_token_id"),
+        ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id"),
+        ("sentence_bert_config.json", {"max_seq_length": "512"}, "max_seq_length"),
+        ("sentence_bert_config.json", {"max_seq_length": 0}, "max_seq_length"),
+        ("config_sentence_transformers.json", {"prompts": {"query": None}}, "prompts"),
+        ("1_Pooling/config.json", {"pooling_mode_mean_tokens": "true"}, "pooling"),
+    ],
+)
+def test_what_has_another_type_is_named(file: str, changes: dict[str, Any], name: str, tmp_path: Path) -> None:
+    tiny.tiny_bert(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    edit(tmp_path, file, **changes)
+    with pytest.raises(ConfigError, match=f"{file}.*{name}"):
+        spec_of(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", '"x"', "1"])
+def test_companions_are_json_objects(text: str, tmp_path: Path) -> None:
+    tiny.tiny_bert(tmp_path)
+    names = ["config_sentence_transformers.json", "sentence_bert_config.json", "1_Pooling/config.json", "config.json"]
+    for name in names:
+        whole = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text)
+        with pytest.raises(SourceError, match="not a JSON object"):
+            spec_of(tmp_path)
+        (tmp_path / name).write_text(whole)
+    (tmp_path / "modules.json").write_text(f"[{text}]")
+    with pytest.raises(ConfigError, match=r"modules\.json"):
+        spec_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
+def test_a_decoder_that_is_not_causal_embeds_only(name: str, tmp_path: Path) -> None:
+    """transformers and vLLM let such a model attend both ways."""
+    spec = spec_of(written(tmp_path, LLAMA, architectures=[f"{name}ForCausalLM"], is_causal=False))
+    assert (spec.attention, spec.tasks, spec.head) == ("bidirectional", (Task.EMBED, Task.RERANK), None)
+    with pytest.raises(Unsupported, match="sliding windows"):
+        spec_of(written(tmp_path, LLAMA, architectures=["MistralModel"], sliding_window=8, is_causal=False))
+
+
+def test_e01_small_letters_are_the_tokenizers(tmp_path: Path) -> None:
+    """sentence-transformers puts them before a tokenizer that does not make them."""
+    tiny.tiny_bert(tmp_path)  # its normalizer lowercases
+    edit(tmp_path, "sentence_bert_config.json", do_lower_case=True)
+    spec_of(tmp_path)
+    edit(tmp_path, "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [{"type": "NFKC"}]})
+    with pytest.raises(Unsupported, match="do_lower_case"):
+        spec_of(tmp_path)
+    edit(tmp_path, "tokenizer.json", normalizer={"type": "Sequence", "normalizers": [{"type": "Lowercase"}]})
+    spec_of(tmp_path)
 
 
 @pytest.mark.parametrize(

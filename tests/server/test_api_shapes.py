@@ -17,7 +17,7 @@ import torch
 from server.answers import error_of, ok
 from server.conftest import served
 from server.harness import serve_here
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TextClassificationPipeline
 
 TEXTS = ["The quick brown fox", "What is the capital of France?"]
 PROMPTS = {"query": "yes no ", "search_document": "the river ", "clustering": "token "}
@@ -34,10 +34,29 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def tags(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five labels that do not exclude one another; what sentence-transformers says of scores is not of them."""
+    folder = tiny.tiny_cross_encoder(tmp_path_factory.mktemp("tags"), "xlmr", labels=5)
+    config = json.loads((folder / "config.json").read_text())
+    more = {
+        "problem_type": "multi_label_classification",
+        "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+    }
+    (folder / "config.json").write_text(json.dumps({**config, **more}))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def shapes(classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """`prompted`, an embedder with prompts, and `classes`, the classifier."""
     prompted = tiny.tiny_bert(tmp_path_factory.mktemp("prompted"), prompts=PROMPTS)
     with serve_here(served(prompted, "prompted"), served(classifier, "classes")) as live, live.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tagged(tags: Path) -> Iterator[httpx.Client]:
+    with serve_here(served(tags, "tags")) as live, live.client() as client:
         yield client
 
 
@@ -240,6 +259,31 @@ def test_labels_and_their_probabilities(shapes: httpx.Client, classifier: Path, 
     assert answer["usage"]["prompt_tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS)
     raw = ok(shapes.post(path, json={"model": "classes", "input": TEXTS, "use_activation": False}))["data"]
     assert [entry["probs"] for entry in raw] == [pytest.approx(each.tolist(), abs=1e-5) for each in logits]
+
+
+@pytest.mark.parametrize("path", ["/classify", "/predict"])
+def test_as_many_labels_as_there_are(tagged: httpx.Client, tags: Path, path: str) -> None:
+    pipe = TextClassificationPipeline(
+        model=AutoModelForSequenceClassification.from_pretrained(tags, attn_implementation="eager").eval(),
+        tokenizer=AutoTokenizer.from_pretrained(tags),
+    )
+    expected = {each["label"]: each["score"] for each in pipe(TEXTS[0], top_k=None)}
+    if path == "/predict":
+        answer = ok(tagged.post(path, json={"model": "tags", "inputs": TEXTS[0]}))
+        assert [each["score"] for each in answer] == sorted((each["score"] for each in answer), reverse=True)
+        assert {each["label"]: each["score"] for each in answer} == pytest.approx(expected, abs=1e-5)
+        return
+    (entry,) = ok(tagged.post(path, json={"model": "tags", "input": TEXTS[0]}))["data"]
+    assert entry["num_classes"] == 5
+    assert entry["probs"] == pytest.approx([expected[f"LABEL_{i}"] for i in range(5)], abs=1e-5)
+    assert entry["label"] == max(expected, key=lambda label: expected[label])
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v1/score"])
+def test_h07_many_labels_are_no_score(tagged: httpx.Client, path: str) -> None:
+    body = {"query": "a", "documents": ["b"]} if path.endswith("rerank") else {"text_1": "a", "text_2": "b"}
+    error = error_of(tagged.post(path, json={"model": "tags", **body}), 400, "model", "task_not_supported")
+    assert "5 labels" in error["message"]
 
 
 def test_a_score_is_one_label(api: httpx.Client) -> None:

@@ -71,7 +71,7 @@ def _prefix(
             v = widened(v, tl.load(scale_at + side_stride // DIM), q.dtype, KIND)
         ahead = token + KEYS
         block = tl.load(table_ptr + ahead // SIZE, mask=ahead < end, other=0)
-        p, best, fade = weigh(q, k, k_scale, best, token, scale, softcap, unit, CAP, False, KIND)
+        p, best, fade = weigh(q, tl.trans(k), k_scale, best, token, scale, softcap, unit, CAP, False, KIND)
         total = total * fade + tl.sum(p, axis=1)
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
 

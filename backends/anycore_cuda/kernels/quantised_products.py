@@ -22,16 +22,17 @@ from anycore_cuda.kernels.quantised_shapes import SHARED, Shape, shape_of
 
 @triton.jit
 def _write(
-    acc, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, output, row, rows, unit,
+    acc, out_ptr, part_ptr, scale_ptr, row_scale_ptr, bias_ptr, output, row, rows, unit, split, first,
     OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, ROUNDS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    # acc [outputs, rows] → the result, or its part of it, unscaled.
+    # acc [outputs, rows] → the result, or, of outputs from `first` on, which are split, a part of it, unscaled.
     inside = (output < OUTPUTS)[:, None] & (row < rows)[None, :]
-    place = row.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
-    if SPLITS > 1:
-        part = tl.program_id(2).to(tl.int64) * rows * OUTPUTS
-        tl.store(out_ptr + part + place, acc.to(tl.float32), mask=inside)
+    if SPLITS > 1 and split >= 0:
+        line = split.to(tl.int64) * rows + row
+        place = line[None, :] * (OUTPUTS - first) + (output - first)[:, None]
+        tl.store(part_ptr + place, acc.to(tl.float32), mask=inside)
     else:
+        place = row.to(tl.int64)[None, :] * OUTPUTS + output[:, None]
         acc = acc.to(tl.float32) * unit
         if SCALED:
             acc *= tl.load(scale_ptr + output, mask=output < OUTPUTS, other=0.0)[:, None]
@@ -42,20 +43,41 @@ def _write(
         tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "stride"])
+@triton.jit
+def _work(whole, TILE: tl.constexpr, SPLITS: tl.constexpr):
+    # A program's tile, which split of it, or -1 if all of it, and the first output that is split: the last to start
+    # are the smallest, so that all processors end at about the same time.
+    tile = tl.program_id(1)
+    split = -1
+    if SPLITS > 1 and tile >= whole:
+        split = (tile - whole) % SPLITS
+        tile = whole + (tile - whole) // SPLITS
+    return tile, split, whole * TILE
+
+
+@triton.jit
+def _turns_of(split, turns: tl.constexpr, SPLITS: tl.constexpr):
+    # A split's turns.
+    each: tl.constexpr = (turns + SPLITS - 1) // SPLITS
+    first = tl.maximum(split, 0) * each
+    return first, tl.where(split < 0, turns, tl.minimum(first + each, turns))
+
+
+@triton.jit(do_not_specialize=["rows", "first"])
 def _join(
-    part_ptr, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, rows, unit,
+    part_ptr, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, rows, first, unit,
     OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, ROUNDS: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    output = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    output = first + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = output < OUTPUTS
     acc = tl.zeros([BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
-        acc += tl.load(part_ptr + (split * rows + row) * OUTPUTS + output, mask=inside, other=0.0)
+        place = (split * rows + row) * (OUTPUTS - first) + output - first
+        acc += tl.load(part_ptr + place, mask=inside, other=0.0)
     acc *= unit
     if SCALED:
         acc *= tl.load(scale_ptr + output, mask=inside, other=0.0)
@@ -66,57 +88,73 @@ def _join(
     tl.store(out_ptr + row * OUTPUTS + output, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "whole"])
 def _byte_product(
-    x_ptr, data_ptr, scale_ptr, row_scale_ptr, bias_ptr, out_ptr, rows, unit,
+    x_ptr, data_ptr, scale_ptr, row_scale_ptr, bias_ptr, out_ptr, part_ptr, rows, unit, whole,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, ROUNDS: tl.constexpr, BIAS: tl.constexpr,
     TILE: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    output = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    tile, split, split_from = _work(whole, TILE, SPLITS)
+    output = tile * TILE + tl.arange(0, TILE)
     at = tl.arange(0, TURN)
     turns: tl.constexpr = (COLUMNS + TURN - 1) // TURN
-    each: tl.constexpr = (turns + SPLITS - 1) // SPLITS
     known = output < OUTPUTS
     data_at = data_ptr + output.to(tl.int64)[:, None] * COLUMNS
     x_at = x_ptr + row.to(tl.int64)[None, :] * COLUMNS
     sums: tl.constexpr = tl.int32 if ROUNDS and KIND == "int8" else tl.float32
     acc = tl.zeros([TILE, ROWS], sums)
-    first = tl.program_id(2) * each
-    for turn in range(first, tl.minimum(first + each, turns)):
+    first, last = _turns_of(split, turns, SPLITS)
+    for turn in range(first, last):
         column = turn * TURN + at
         inside = column < COLUMNS
-        tile = tl.load(data_at + column[None, :], mask=known[:, None] & inside[None, :], other=0.0)
+        numbers = tl.load(data_at + column[None, :], mask=known[:, None] & inside[None, :], other=0.0)
         x = tl.load(x_at + column[:, None], mask=(row < rows)[None, :] & inside[:, None], other=0.0)
         if not ROUNDS:
-            tile = bytes_to_float(tile, KIND).to(x.dtype)
-        acc = tl.dot(tile, x, acc, out_dtype=sums)
+            numbers = bytes_to_float(numbers, KIND).to(x.dtype)
+        acc = tl.dot(numbers, x, acc, out_dtype=sums)
     _write(
-        acc, out_ptr, scale_ptr, row_scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, True, ROUNDS, BIAS
-    )
+        acc, out_ptr, part_ptr, scale_ptr, row_scale_ptr, bias_ptr, output, row, rows, unit, split, split_from,
+        OUTPUTS, SPLITS, True, ROUNDS, BIAS,
+    )  # fmt: skip
 
 
 @triton.jit
-def _columns_of(x_ptr, row, at, inside, rows, COLUMNS: tl.constexpr):
+def _columns_of(x_ptr, row, column, inside, rows, COLUMNS: tl.constexpr):
     # Some columns of rows, as the right factor.
-    x_at = x_ptr + row.to(tl.int64)[None, :] * COLUMNS + at[:, None]
+    x_at = x_ptr + row.to(tl.int64)[None, :] * COLUMNS + column[:, None]
     return tl.load(x_at, mask=(row < rows)[None, :] & inside[:, None], other=0.0)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _plane(words, scale, offset, PLANE: tl.constexpr, dtype: tl.constexpr):
+    numbers, origin = nibble(words, PLANE)
+    return (numbers * scale - (origin * scale + offset)).to(dtype)
+
+
+@triton.jit
+def _half(words, scale, offset, HALF: tl.constexpr, TILE: tl.constexpr, dtype: tl.constexpr):
+    # Four planes of 32 words a row, side by side [TILE, 128]: one product of them runs while the next are widened,
+    # where products of single planes would be waited for.
+    even = tl.join(_plane(words, scale, offset, 4 * HALF, dtype), _plane(words, scale, offset, 4 * HALF + 2, dtype))
+    odd = tl.join(_plane(words, scale, offset, 4 * HALF + 1, dtype), _plane(words, scale, offset, 4 * HALF + 3, dtype))
+    return tl.reshape(tl.permute(tl.join(even, odd), [0, 2, 3, 1]), [TILE, 128])
+
+
+@triton.jit(do_not_specialize=["rows", "whole"])
 def _nibble_product(
-    x_ptr, data_ptr, scale_ptr, bias_ptr, out_ptr, rows, unit,
+    x_ptr, data_ptr, scale_ptr, bias_ptr, out_ptr, part_ptr, rows, unit, whole,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, MORE: tl.constexpr,
     TURN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    # A turn is all planes of 32 words, or four: then the other four follow when all turns are done, so that less is
-    # under way at a time. The words are still in the cache then.
-    PLANES: tl.constexpr = TURN // 32
+    # A turn is all planes of 32 words, or one half of them: then the other follows when all turns are done, so that
+    # less is under way at a time. The words are still in the cache then.
+    HALVES: tl.constexpr = TURN // 128
     row = tl.program_id(0) * (ROWS + MORE) + tl.arange(0, ROWS)
-    output = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    tile, split, split_from = _work(whole, TILE, SPLITS)
+    output = tile * TILE + tl.arange(0, TILE)
     turns: tl.constexpr = (WORDS + 31) // 32
-    each: tl.constexpr = (turns + SPLITS - 1) // SPLITS
     known = output < OUTPUTS
     data_at = data_ptr + output.to(tl.int64)[:, None] * WORDS
     pairs_at = scale_ptr.to(tl.pointer_type(tl.int32)) + output.to(tl.int64)[:, None] * GROUPS
@@ -124,32 +162,35 @@ def _nibble_product(
     if MORE:
         more_row = tl.program_id(0) * (ROWS + MORE) + ROWS + tl.arange(0, MORE)
         more = tl.zeros([TILE, MORE], tl.float32)
-    start = tl.program_id(2) * each
-    for lowest in tl.static_range(0, 8, PLANES):
-        for turn in range(start, tl.minimum(start + each, turns)):
+    place = tl.arange(0, 128)
+    first, last = _turns_of(split, turns, SPLITS)
+    for lowest in tl.static_range(0, 2, HALVES):
+        for turn in range(first, last):
             word = turn * 32 + tl.arange(0, 32)
             there = known[:, None] & (word < WORDS)[None, :]
             words = tl.load(data_at + word[None, :], mask=there, other=0)
-            first = word // WIDTH * (8 * WIDTH) + word % WIDTH  # a word's column in the first plane
-            for plane in tl.static_range(lowest, lowest + PLANES):
-                if plane % 4 == 0:
-                    if WIDTH == 32:  # all of a turn are of one group
-                        group = tl.minimum((turn * 256 + plane * 32) // GROUP, GROUPS - 1)
-                        scale, offset = pair_of(tl.load(pairs_at + group, mask=known[:, None], other=0))
-                    else:
-                        group = tl.minimum((first + plane * WIDTH) // GROUP, GROUPS - 1)
-                        scale, offset = pair_of(tl.load(pairs_at + group[None, :], mask=there, other=0))
-                at = first + plane * WIDTH
-                inside = (word < WORDS) & (at < COLUMNS)
-                numbers, origin = nibble(words, plane)
-                tile = (numbers * scale - (origin * scale + offset)).to(x_ptr.dtype.element_ty)
-                acc = tl.dot(tile, _columns_of(x_ptr, row, at, inside, rows, COLUMNS), acc)
+            for half in tl.static_range(lowest, lowest + HALVES):
+                if WIDTH == 32:  # all are of one group
+                    group = tl.minimum((turn * 256 + half * 128) // GROUP, GROUPS - 1)
+                    pairs = tl.load(pairs_at + group, mask=known[:, None], other=0)
+                else:
+                    group = (word // WIDTH * (8 * WIDTH) + word % WIDTH + half * 4 * WIDTH) // GROUP
+                    pairs = tl.load(pairs_at + tl.minimum(group, GROUPS - 1)[None, :], mask=there, other=0)
+                scale, offset = pair_of(pairs)
+                numbers = _half(words, scale, offset, half, TILE, x_ptr.dtype.element_ty)
+                of = turn * 32 + place % 32
+                column = of // WIDTH * (8 * WIDTH) + (half * 4 + place // 32) * WIDTH + of % WIDTH
+                inside = (of < WORDS) & (column < COLUMNS)
+                acc = tl.dot(numbers, _columns_of(x_ptr, row, column, inside, rows, COLUMNS), acc)
                 if MORE:
-                    more = tl.dot(tile, _columns_of(x_ptr, more_row, at, inside, rows, COLUMNS), more)
-    _write(acc, out_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, OUTPUTS, SPLITS, False, False, BIAS)
+                    more = tl.dot(numbers, _columns_of(x_ptr, more_row, column, inside, rows, COLUMNS), more)
+    _write(
+        acc, out_ptr, part_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, split, split_from,
+        OUTPUTS, SPLITS, False, False, BIAS,
+    )  # fmt: skip
     if MORE:
         _write(
-            more, out_ptr, scale_ptr, scale_ptr, bias_ptr, output, more_row, rows, unit,
+            more, out_ptr, part_ptr, scale_ptr, scale_ptr, bias_ptr, output, more_row, rows, unit, split, split_from,
             OUTPUTS, SPLITS, False, False, BIAS,
         )  # fmt: skip
 
@@ -173,19 +214,21 @@ def product(
     if not rows:
         return out
     shape = shape or shape_of(weight, rows, processors, shared)
-    split = shape.splits > 1
-    parts = torch.empty(shape.splits, rows, outputs, dtype=torch.float32, device=x.device) if split else out
+    tiles = triton.cdiv(outputs, shape.outputs)
+    whole = min(tiles, shape.whole) if shape.splits > 1 else tiles
+    rest = max(0, outputs - whole * shape.outputs)  # outputs that are summed in parts
+    parts = torch.empty(shape.splits, rows, rest, dtype=torch.float32, device=x.device) if rest else out
     scales = weight.scale if row_scale is None else row_scale
     added = weight.scale if bias is None else bias
-    grid = (triton.cdiv(rows, shape.rows + shape.more), triton.cdiv(outputs, shape.outputs), shape.splits)
+    grid = (triton.cdiv(rows, shape.rows + shape.more), whole + (tiles - whole) * shape.splits)
     same = {
         "OUTPUTS": outputs, "COLUMNS": columns, "BIAS": bias is not None,
-        "TILE": shape.outputs, "ROWS": shape.rows, "SPLITS": shape.splits,
+        "TILE": shape.outputs, "ROWS": shape.rows, "SPLITS": shape.splits if rest else 1,
         "num_warps": shape.warps, "num_stages": shape.stages,
     }  # fmt: skip
     if weight.kind == "int4":
         launch(
-            _nibble_product, grid, x, weight.data, weight.scale, added, parts, rows, weight.unit,
+            _nibble_product, grid, x, weight.data, weight.scale, added, out, parts, rows, weight.unit, whole,
             WORDS=weight.data.shape[1], WIDTH=weight.width, GROUP=weight.group, GROUPS=weight.groups, MORE=shape.more,
             TURN=shape.columns, **same,
         )  # fmt: skip
@@ -193,12 +236,13 @@ def product(
         # With its own type, so that tiles go to the tensor cores as they lie in memory.
         data = weight.data.view(x.dtype) if weight.rounds else weight.data
         launch(
-            _byte_product, grid, x, data, weight.scale, scales, added, parts, rows, weight.unit,
+            _byte_product, grid, x, data, weight.scale, scales, added, out, parts, rows, weight.unit, whole,
             KIND=weight.kind, ROUNDS=weight.rounds, TURN=shape.columns, **same,
         )  # fmt: skip
-    if split:
+    if rest:
         launch(
-            _join, (rows, triton.cdiv(outputs, 1024)), parts, out, weight.scale, scales, added, rows, weight.unit,
+            _join, (rows, triton.cdiv(rest, 1024)), parts, out, weight.scale, scales, added, rows, outputs - rest,
+            weight.unit,
             OUTPUTS=outputs, SPLITS=shape.splits, SCALED=weight.group == 0, ROUNDS=weight.rounds, BIAS=bias is not None,
             BLOCK=1024, EARLY=early, num_warps=4, **launch_options(early),
         )  # fmt: skip

@@ -12,7 +12,8 @@ from anycore_cuda.kernels.quantised import PLANES, Packed
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Of a program: outputs and rows of its tile, columns a turn, warps, stages of the pipeline, in how many parts
-    the columns are split, and with 4 bits how many more rows: both counts are powers of two, and their sum need not be.
+    the columns are split, and with 4 bits how many more rows: both counts are powers of two, and their sum need not be;
+    so many tiles of outputs come first, which are not split.
     """
 
     outputs: int
@@ -22,6 +23,7 @@ class Shape:
     stages: int
     splits: int = 1
     more: int = 0
+    whole: int = 0
 
 
 SHARED = 227 << 10

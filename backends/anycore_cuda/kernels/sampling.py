@@ -25,8 +25,8 @@ WARPS = 16
 
 @triton.jit
 def _spans(
-    logits_ptr, temperature_ptr, best_ptr, mass_ptr, stride, vocab, spans, greedy_below,
-    SPAN: tl.constexpr, SPANS: tl.constexpr, EARLY: tl.constexpr,
+    logits_ptr, temperature_ptr, best_ptr, mass_ptr, places_ptr, words_ptr, stride, words_stride, vocab, spans,
+    greedy_below, MASKED: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
     wait(EARLY)
@@ -36,6 +36,13 @@ def _spans(
     at = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     x = tl.load(logits_ptr + row * stride + at, mask=at < vocab, other=float("-inf"))
     x = tl.where(x == x, x, float("inf"))
+    if MASKED:
+        # What a row's mask forbids is struck out, unless it is infinite: that has to be heard of.
+        place = tl.load(places_ptr + row).to(tl.int64)
+        word = tl.load(words_ptr + place * words_stride + at // 32, mask=(at < vocab) & (place >= 0), other=-1)
+        struck = (((word >> (at % 32)) & 1) == 0) & (x < float("inf"))
+        x = tl.where(struck, float("-inf"), x)
+        tl.store(logits_ptr + row * stride + at, x, mask=struck & (at < vocab))
     best = tl.max(x, axis=1)
     temperature = tl.load(temperature_ptr + row)
     temperature = tl.where(temperature < greedy_below, 1.0, temperature)
@@ -112,20 +119,23 @@ def _choose(
 def normaliser(logits: Tensor) -> Tensor:
     """[R, V] → [R]: the logarithm of each row's sum of exponents."""
     ones = logits.new_ones(len(logits))
-    best, mass = _spans_of(logits, ones, early=False)
+    best, mass = _spans_of(logits, ones, None, early=False)
     top = best.amax(1, keepdim=True)
     return top[:, 0] + (mass * torch.exp(best - top)).sum(1).log()
 
 
-def _spans_of(logits: Tensor, temperature: Tensor, early: bool) -> tuple[Tensor, Tensor]:
+def _spans_of(
+    logits: Tensor, temperature: Tensor, masked: tuple[Tensor, Tensor] | None, early: bool
+) -> tuple[Tensor, Tensor]:
     """Largest logit and relative mass of each span, both [R, spans]."""
     rows, vocab = logits.shape
     spans = triton.cdiv(vocab, SPAN)
     best, mass = logits.new_empty(2, rows, spans, dtype=torch.float32).unbind(0)
+    places, words = masked if masked is not None else (best, best)
     launch(
         _spans, (rows, triton.cdiv(spans, SPANS)),
-        logits, temperature, best, mass, logits.stride(0), vocab, spans, GREEDY_BELOW,
-        SPAN=SPAN, SPANS=SPANS, EARLY=early, num_warps=8, **launch_options(early),
+        logits, temperature, best, mass, places, words, logits.stride(0), words.stride(0), vocab, spans, GREEDY_BELOW,
+        MASKED=masked is not None, SPAN=SPAN, SPANS=SPANS, EARLY=early, num_warps=8, **launch_options(early),
     )  # fmt: skip
     return best, mass
 
@@ -138,12 +148,16 @@ def choose(
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
     early: bool = False,
+    masked: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Greedy where the temperature is 0, else a draw from what top-k, then top-p, then min-p leave; equal logits are
     kept in the order of ids. Returns ids and `finite`, both [R].
+
+    `masked`: places [R] int32 in words [K, ceil(V / 32)] int32, below 0 for rows without one; what a row's words do not
+    allow is struck out of its logits first. A row that is allowed nothing is not finite.
     """
     rows, vocab = logits.shape
-    best, mass = _spans_of(logits, temperature, early)
+    best, mass = _spans_of(logits, temperature, masked, early)
     spans = best.shape[1]
     ids = logits.new_empty(rows, dtype=torch.int64)
     finite = logits.new_empty(rows, dtype=torch.bool)

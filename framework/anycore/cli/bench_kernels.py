@@ -102,7 +102,7 @@ def whole_steps(config: ModelConfig, seconds: float) -> int:
     from anycore.engine.request import SamplingParams
     from anycore.simulate.measure import Meter, record
 
-    file = prepared.source.read_json("generation_config.json")
+    file = prepared.source.read_object("generation_config.json")
     defaults = sampling_defaults(file, config.override_generation_config, config.generation_config).values
     sampling = SamplingParams(**(defaults | {"max_tokens": None, "ignore_eos": True}))  # as servers sample by default
     with show_progress() as progress:

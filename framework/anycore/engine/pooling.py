@@ -38,12 +38,15 @@ def finish_scores(logits: NDArray[np.float32], spec: ModelSpec, params: PoolingP
     if spec.score.kind == "yes_no":
         difference = wide[1] - wide[0]
         return [float(difference if params.raw_scores else _sigmoid(difference))]
-    if params.raw_scores or spec.score.activation == "identity":
-        return [float(x) for x in wide]
-    if spec.score.activation == "softmax":
-        powers = np.exp(wide - wide.max())
+    return activated(wide, "identity" if params.raw_scores else spec.score.activation)
+
+
+def activated(logits: NDArray[np.float64], kind: str) -> list[float]:
+    """Apply "identity", "softmax" over all, or "sigmoid" to each."""
+    if kind == "softmax":
+        powers = np.exp(logits - logits.max())
         return [float(x) for x in powers / powers.sum()]
-    return [float(_sigmoid(x)) for x in wide]
+    return [float(x if kind == "identity" else _sigmoid(x)) for x in logits]
 
 
 def _sigmoid(x: float) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from anycore.contract.declare import Task
 from anycore.errors import ConfigError, Unsupported
+from anycore.models.fields import check
 from anycore.models.rerankers import yes_no_ids
 from anycore.models.spec import DenseSpec, ModelSpec, PoolingSpec, ScoreSpec
 
@@ -40,7 +41,8 @@ ACTIVATIONS = {
 
 def apply(spec: ModelSpec, source: Source, config: dict[str, Any], pooling: str | None = None) -> ModelSpec:
     """Return the spec completed from the model's other files. `pooling` is the user's, against the files."""
-    generation = source.read_json("generation_config.json") or {}
+    generation = source.read_object("generation_config.json") or {}
+    check(generation, ("eos_token_id",), "generation_config.json")
     ends = generation.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     spec = replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *ends))))
@@ -70,7 +72,10 @@ def read_modules(source: Source) -> list[tuple[str, str]]:
     if rows is None:
         alone = source.read_json("1_Pooling/config.json") is not None
         return [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "")] if alone else []
-    modules = [(str(row["type"]), str(row.get("path", ""))) for row in rows]
+    whole = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+    modules = [(row.get("type"), row.get("path", "")) for row in rows] if whole else []
+    if not whole or not all(isinstance(word, str) for module in modules for word in module):
+        raise ConfigError(f"modules.json of {source.name} must be a list of objects, each with a type and a path")
     foreign = [kind for kind, _ in modules if not kind.startswith("sentence_transformers.")]
     if foreign:
         raise Unsupported(
@@ -95,10 +100,19 @@ def read_pooling(
         raise Unsupported(f"modules.json of {source.name} names {', '.join(strange)}: known are {', '.join(known)}")
     if kinds != sorted(kinds, key=known.index) or kinds.count("Pooling") > 1:
         raise Unsupported(f"modules.json of {source.name}: the order {', '.join(kinds)} is not {', '.join(known[:4])}")
-    prompts = source.read_json("config_sentence_transformers.json") or {}
+    if any(path for kind, path in modules if kind == "Transformer"):
+        raise Unsupported(f"modules.json of {source.name} has the Transformer in a folder of its own, not supported")
+    prompts = source.read_object("config_sentence_transformers.json") or {}
+    check(prompts, ("prompts", "default_prompt_name"), "config_sentence_transformers.json")
     if prompts.get("model_type", "SentenceTransformer") != "SentenceTransformer":
         raise Unsupported(f"{source.name} is a sentence-transformers {prompts['model_type']}, which is not supported")
-    lengths = source.read_json("sentence_bert_config.json") or {}
+    lengths = source.read_object("sentence_bert_config.json") or {}
+    check(lengths, ("max_seq_length", "do_lower_case"), "sentence_bert_config.json")
+    if lengths.get("do_lower_case") and not lowers(source):
+        raise Unsupported(
+            f"sentence_bert_config.json of {source.name}: do_lower_case is true, but the normalizer in tokenizer.json "
+            'makes no small letters: put {"type": "Lowercase"} there, first in a Sequence, if the model needs it'
+        )
     pooling = replace(
         default,
         matryoshka=tuple(config.get("matryoshka_dimensions") or config.get("matryoshka_dims") or ()),
@@ -126,14 +140,24 @@ def read_pooling(
     )
 
 
+def lowers(source: Source) -> bool:
+    """Whether the tokenizer makes small letters of its own; one that has no tokenizer.json is asked to by its class."""
+    file = source.read_object("tokenizer.json")
+    if file is None:
+        return True
+    first = file.get("normalizer") or {}
+    steps = first.get("normalizers") or [first]
+    return any(step.get("type") == "Lowercase" or step.get("lowercase") for step in steps)
+
+
 def pooling_kind(source: Source, name: str) -> str:
     """Read which rows a vector is made of, from the old layout (a boolean a mode) or the new one (one string)."""
-    written = source.read_json(name)
+    written = source.read_object(name)
     if written is None:
         raise ConfigError(f"{source.name}: modules.json names a Pooling module, but {name} does not exist")
     modes = written.get("pooling_mode")
     if modes is None:
-        modes = [mode for key, mode in POOLING_FLAGS.items() if written.get(key)]
+        modes = [mode for key, mode in POOLING_FLAGS.items() if written.get(key) is True]
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in POOLING:
         raise ConfigError(
@@ -147,7 +171,7 @@ def pooling_kind(source: Source, name: str) -> str:
 
 
 def read_dense(source: Source, folder: str) -> DenseSpec:
-    written = source.read_json(f"{folder}/config.json")
+    written = source.read_object(f"{folder}/config.json")
     if written is None:
         raise ConfigError(f"{source.name}: modules.json names a Dense module, but {folder}/config.json does not exist")
     taken = [written.get("module_input_name"), written.get("module_output_name")]
@@ -171,7 +195,7 @@ def check_dense(pooling: PoolingSpec, spec: ModelSpec) -> None:
 
 def activation_of_score(source: Source, config: dict[str, Any], score: ScoreSpec) -> str:
     """The activation of a cross-encoder, from wherever a sentence-transformers version wrote it."""
-    beside = source.read_json("config_sentence_transformers.json") or {}
+    beside = source.read_object("config_sentence_transformers.json") or {}
     path = beside.get("activation_fn") or (config.get("sentence_transformers") or {}).get("activation_fn")
     path = path or config.get("sbert_ce_default_activation_function")
     kind = activation(path, "config.json") if path else score.activation

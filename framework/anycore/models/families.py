@@ -6,12 +6,24 @@ Defaults are those of the Hugging Face config classes, because checkpoints leave
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
 from anycore.contract.declare import Task
 from anycore.errors import ConfigError, Unsupported
-from anycore.models.fields import Config, activation, dtype, flatten, layer_count, layer_windows, size, tokens
+from anycore.models.fields import (
+    Config,
+    activation,
+    check,
+    dtype,
+    flatten,
+    given,
+    layer_count,
+    layer_windows,
+    size,
+    tokens,
+)
 from anycore.models.rope import local_rope, read_rope
 from anycore.models.spec import Architecture, ModelSpec, PoolingSpec, ScoreSpec
 
@@ -27,6 +39,7 @@ GEMMA3_DEFAULTS: Config = {
 
 def read(config: Config, architectures: Iterable[Architecture] = ()) -> ModelSpec:
     """Return the spec of the architecture that `config` names; plugins' architectures win."""
+    check(config, ("architectures", "auto_map"))
     names = config.get("architectures") or []
     if not names:
         raise ConfigError('config.json names no architecture: add, for example, "architectures": ["LlamaForCausalLM"]')
@@ -42,7 +55,9 @@ def read(config: Config, architectures: Iterable[Architecture] = ()) -> ModelSpe
             f"architecture {name} is not known.{hint} Known: {', '.join(ARCHITECTURES)}; "
             "others can come from a plugin (hook register_models)"
         )
-    return ARCHITECTURES[name](flatten(config) | {"architecture": name})
+    config = flatten(config)
+    check(config)
+    return ARCHITECTURES[name](config | {"architecture": name})
 
 
 def refuse_code(name: str, config: Config) -> None:
@@ -120,14 +135,18 @@ def decoder(config: Config, **fields: Any) -> ModelSpec:
         "kv_heads": kv_heads,
         "head_dim": config.get("head_dim") or hidden // heads,
         "vocab_size": size(config, "vocab_size"),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "activation": fields.get("activation") or activation(config.get("hidden_act", "silu")),
+        "norm_eps": given(config, "rms_norm_eps", 1e-6),
+        "activation": fields.get("activation") or activation(given(config, "hidden_act", "silu")),
         "rope": fields.get("rope") or read_rope(config, 10000.0),
         "dtype": dtype(config),
         "tied": bool(config.get("tie_word_embeddings", False)),
         "head": next((kind for suffix, kind in head.items() if name.endswith(suffix)), None),
         **tokens(config),
     }
+    if config.get("is_causal") is False:
+        if any(fields.get("windows", ())):
+            raise Unsupported("config.json: is_causal false together with sliding windows is not supported")
+        common["attention"] = "bidirectional"
     common["max_positions"] = common["rope"].reach(size(config, "max_position_embeddings"))
     spec = common | fields
     if spec["head"] == "classifier":
@@ -148,7 +167,7 @@ def bert(config: Config) -> ModelSpec:
 
 
 def roberta(config: Config) -> ModelSpec:
-    offset = config.get("pad_token_id", 1) + 1
+    offset = given(config, "pad_token_id", 1) + 1
     return encoder(config, position_offset=offset)
 
 
@@ -176,13 +195,13 @@ def encoder(config: Config, position_offset: int = 0) -> ModelSpec:
         head_dim=hidden // heads,
         vocab_size=size(config, "vocab_size"),
         max_positions=size(config, "max_position_embeddings") - position_offset,
-        norm_eps=config.get("layer_norm_eps", 1e-12),
-        activation=activation(config.get("hidden_act", "gelu")),
+        norm_eps=given(config, "layer_norm_eps", 1e-12),
+        activation=activation(given(config, "hidden_act", "gelu")),
         dtype=dtype(config),
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        token_type_count=config.get("type_vocab_size", 2),
+        token_type_count=given(config, "type_vocab_size", 2),
         position_offset=position_offset,
         **tokens(config),
         head="classifier" if scores else None,
@@ -192,19 +211,18 @@ def encoder(config: Config, position_offset: int = 0) -> ModelSpec:
 
 
 def classifier(config: Config) -> ScoreSpec:
-    """The head of a cross-encoder. One label is a score; of two, the second one's probability is."""
+    """A head of labels. One label is a score; of two, the second one's is; more are for classification alone."""
     labels = config.get("num_labels") or len(config.get("id2label") or {}) or 2
-    if labels > 2:
-        raise Unsupported(f"{config['architecture']} has {labels} labels: reranking takes a classifier of one or two")
-    return ScoreSpec("classifier", labels, "sigmoid" if labels == 1 else "softmax")
+    spec = ScoreSpec("classifier", labels, problem=config.get("problem_type"))
+    return spec if labels == 1 else replace(spec, activation=spec.of_labels)
 
 
 def qwen_windows(config: Config) -> tuple[int | None, ...]:
     if not config.get("use_sliding_window"):
         return ()
-    first = config.get("max_window_layers", 28)
+    first = given(config, "max_window_layers", 28)
     default = ["sliding_attention" if i >= first else "full_attention" for i in range(layer_count(config))]
-    return layer_windows(config.get("layer_types") or default, config.get("sliding_window", 4096), config)
+    return layer_windows(config.get("layer_types") or default, given(config, "sliding_window", 4096), config)
 
 
 ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {

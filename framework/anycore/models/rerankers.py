@@ -25,7 +25,7 @@ def yes_no_ids(
     """
     folder = dict(modules).get("LogitScore")
     if folder is not None:
-        ids = source.read_json(f"{folder}/config.json") or {}
+        ids = source.read_object(f"{folder}/config.json") or {}
         if not isinstance(ids.get("true_token_id"), int) or not isinstance(ids.get("false_token_id"), int):
             raise Unsupported(f"{source.name}: {folder}/config.json must name true_token_id and false_token_id")
         return check_ids((ids["true_token_id"], ids["false_token_id"]), spec, f"{folder}/config.json")
@@ -47,7 +47,7 @@ def asks_yes_or_no(source: Source) -> bool:
     elif (path := source.path("chat_template.jinja")) is not None:
         template = path.read_text(encoding="utf-8")
     else:
-        template = (source.read_json("tokenizer_config.json") or {}).get("chat_template") or ""
+        template = (source.read_object("tokenizer_config.json") or {}).get("chat_template") or ""
     return ASKS_YES_OR_NO.search(str(template)) is not None
 
 
@@ -83,8 +83,8 @@ def read_vocabulary(source: Source) -> dict[str, int]:
         from anycore.models.gguf.header import GgufFile
 
         return {token: i for i, token in enumerate(GgufFile(source.gguf).get("tokenizer.ggml.tokens", []))}
-    tokenizer = source.read_json("tokenizer.json") or {}
-    pieces = (tokenizer.get("model") or {}).get("vocab") or source.read_json("vocab.json") or {}
+    tokenizer = source.read_object("tokenizer.json") or {}
+    pieces = (tokenizer.get("model") or {}).get("vocab") or source.read_object("vocab.json") or {}
     return pieces if isinstance(pieces, dict) else {piece: i for i, (piece, _) in enumerate(pieces)}
 
 

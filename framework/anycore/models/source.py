@@ -54,10 +54,11 @@ class Source:
 
     def config(self) -> dict[str, Any]:
         """Return `config.json`, or the same shape made from the header of the GGUF."""
-        config = self.read_json("config.json")
-        if not isinstance(config, dict):
-            state = "holds no config.json" if config is None else "holds a config.json that is not a JSON object"
-            raise SourceError(f"{self.folder} {state}, so it is not a model folder: give one that is, or a GGUF file")
+        config = self.read_object("config.json")
+        if config is None:
+            raise SourceError(
+                f"{self.folder} holds no config.json, so it is not a model folder: give one that is, or a GGUF file"
+            )
         return config
 
     def read_json(self, name: str) -> Any | None:
@@ -73,6 +74,17 @@ class Source:
             return json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise SourceError(f"{path} is not valid JSON: {error}") from error
+
+    def read_object(self, name: str) -> dict[str, Any] | None:
+        """Return a companion file that must be a JSON object; None if there is none, or if it says null.
+
+        Raises:
+            SourceError: it is something else.
+        """
+        value = self.read_json(name)
+        if value is not None and not isinstance(value, dict):
+            raise SourceError(f"{self.folder / name} is damaged: it is not a JSON object: fetch it again")
+        return value
 
     def path(self, name: str) -> Path | None:
         """Return the path of a companion file if it exists; always None for a GGUF, whose neighbours are not its own.
@@ -96,7 +108,7 @@ class Source:
             return [self.gguf]
         if self.checkpoint is not None:
             return Source(self.name, self.checkpoint).weight_files()
-        index = self.read_json("model.safetensors.index.json")
+        index = self.read_object("model.safetensors.index.json")
         if index is None:
             return sorted(self.folder.glob("*.safetensors"))
         names = sorted(set(index.get("weight_map", {}).values()))

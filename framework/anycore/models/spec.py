@@ -70,6 +70,15 @@ class ScoreSpec:
     labels: int = 1
     activation: str = "sigmoid"  # "sigmoid", "softmax", "identity"
     yes_no_ids: tuple[int, int] | None = None  # "yes_no": the token ids of (yes, no), rows of the head
+    problem: str | None = None  # what the labels are of, as config.json's problem_type says
+
+    @property
+    def of_labels(self) -> str:
+        """What makes numbers of a classifier's labels out of logits, as transformers' pipeline has it: whatever
+        sentence-transformers says of scores is not meant."""
+        if self.problem == "regression":
+            return "identity"
+        return "sigmoid" if self.labels == 1 or self.problem == "multi_label_classification" else "softmax"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import stat
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,12 +26,12 @@ from anycore.config import ModelConfig
 from anycore.engine.pace import Pace
 from anycore.engine.request import NewRequest, Stats
 from anycore.errors import AnycoreError, BadRequest, ConfigError, Overloaded, Unavailable
-from anycore.server import wire
+from anycore.server import spares, wire
 from anycore.server.logs import log_crash
 from anycore.server.phases import Phase
+from anycore.server.spares import Spares
 from anycore.server.stream import Observer, Stream, error_of
 
-COMMAND = (sys.executable, "-m", "anycore.server.child")
 LAST_WORDS_SECONDS = 0.1  # between a process's end and the end of reading what it had sent
 STOP_SECONDS = 1.0  # what a stopped engine gets before it is killed
 WATCH_SECONDS = 1.0  # between two looks at how long an engine has been silent; shorter where the limit is
@@ -64,12 +63,13 @@ class EngineClient:
         log_format: str = "text",
         log_prompts: bool = False,
         strict: bool = False,
-        command: tuple[str, ...] = COMMAND,
+        command: tuple[str, ...] = spares.COMMAND,
         progress: Callable[[str, float], None] | None = None,
         front: int | None = None,
         place: int = 0,
         step_timeout: float = 0.0,
         at_least: dict[str, int] | None = None,
+        waiting: Spares | None = None,
     ) -> None:
         """
         Args:
@@ -77,6 +77,7 @@ class EngineClient:
             place: of the model among others; fronts find its engine by that.
             step_timeout: seconds of silence at work after which it is taken for stuck and killed; 0 for never.
             at_least: numbers of the card that must be reached; with less it gives up before it reads weights.
+            waiting: processes of which one is taken, whatever `command` is.
         """
         self.config = config
         self.name = config.names[0]
@@ -92,6 +93,7 @@ class EngineClient:
         self.front = front or 0
         self._mark = "" if front is None else f"{front}:"  # before ids on their way: says whose they are
         self._command = command
+        self._spares = waiting
         self._progress = progress
         self._step_timeout = step_timeout
         number = next(self._numbers)
@@ -179,17 +181,8 @@ class EngineClient:
                 self._child.kill()
 
     async def _spawn(self, boot: wire.Boot) -> Child:
-        """Start the engine process, in a session of its own so that Ctrl-C does not reach it.
-
-        The settings go through its standard input: nothing secret in `ps`, and the end of the pipe tells it that this
-        process is gone.
-        """
-        environment = {k: v for k, v in os.environ.items() if k != "ANYCORE_API_KEY"}
-        # Threads of numeric libraries that spin at barriers lose nearly all their speed beside another busy process.
-        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.PIPE, start_new_session=True, env=environment
-        )
+        """Start the engine process, or take one that has been started for it, and send it its settings."""
+        process = await (self._spares.take() if self._spares is not None else spares.start(self._command))
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(boot) + b"\n")
         return process

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -199,7 +201,8 @@ def read_line() -> bytes:
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
         if not byte:
-            raise SystemExit("no settings on standard input: this program is started by `anycore serve`")
+            print("no settings on standard input: this program is started by `anycore serve`", file=sys.stderr)
+            os._exit(1)  # Python's own exit would wait for imports
         line += byte
     return bytes(line)
 
@@ -213,6 +216,16 @@ def main(launch: Launch) -> int:
     die_with_parent(boot.directory)
     logs.configure(boot.log_level, label=boot.config.names[0], style=boot.log_format, loud=boot.log_prompts)
     return run(boot, launch)
+
+
+def import_ahead() -> None:
+    """Begin to import what takes longest, while the front finds out what it has to say."""
+
+    def work() -> None:
+        with suppress(Exception):  # told to whoever needs it
+            importlib.import_module("torch")
+
+    threading.Thread(target=work, name="import-ahead", daemon=True).start()
 
 
 def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Build]:
@@ -239,6 +252,7 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
 
 
 if __name__ == "__main__":
+    import_ahead()
     code = main(launch_model)
     logging.shutdown()
     os._exit(code)  # Python would spend a second and more on taking torch apart, and the front waits

@@ -7,10 +7,12 @@ import math
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from anycore.contract.declare import Task
+from anycore.engine.pooling import activated
 from anycore.engine.request import Delta, PoolingParams
 from anycore.errors import NonFiniteOutput, TaskNotSupported
 from anycore.server.bodies import JsonRoute
@@ -26,6 +28,8 @@ from anycore.text.draft import Draft, Rendered
 if TYPE_CHECKING:
     from anycore.server.state import ServedModel
 
+LOGITS = PoolingParams(raw_scores=True)
+
 router = APIRouter(tags=["classify"], route_class=JsonRoute, dependencies=[INFER])
 
 
@@ -37,15 +41,17 @@ async def classify(request: Request, body: ClassifyBody, state: State, caller: C
     labels = labels_of(model)
     names = names_of(body.input, "input")
     rendered = await rendered_of(model, body.input, names, None, *body.cut())
-    params = PoolingParams(raw_scores=not body.use_activation)
-    work = pooled(model, rendered, names, params, body, caller, state.config.log_prompts)
+    work = pooled(model, rendered, names, LOGITS, body, caller, state.config.log_prompts)
     answers = await unless_gone(request.receive, work)
     reply: Classification = {
         "id": f"classify-{reply_id(request, body.request_id)}",
         "object": "list",
         "created": int(time.time()),
         "model": body.model or model.names[0],
-        "data": [_entry(i, answer, labels, names[i]) for i, answer in enumerate(answers)],
+        "data": [
+            _entry(i, numbers_of(model, answer, names[i], not body.use_activation), labels)
+            for i, answer in enumerate(answers)
+        ],
         "usage": usage_of(rendered, answers),
     }
     return json_response(reply)
@@ -70,12 +76,10 @@ async def predict(request: Request, body: PredictBody, state: State, caller: Cal
     items = list(zip(sequences, names, strict=True))
     size = sum(len(text) for texts in sequences for text in texts)
     rendered = await offload(size, lambda: list(model.renderer.each(draft, items)))
-    work = pooled(
-        model, rendered, names, PoolingParams(raw_scores=body.raw_scores), body, caller, state.config.log_prompts
-    )
+    work = pooled(model, rendered, names, LOGITS, body, caller, state.config.log_prompts)
     found: list[list[Prediction]] = []
     for answer, name in zip(await unless_gone(request.receive, work), names, strict=True):
-        scores = zip(scores_of(answer, name), labels, strict=True)
+        scores = zip(numbers_of(model, answer, name, body.raw_scores), labels, strict=True)
         found.append([{"score": score, "label": label} for score, label in sorted(scores, key=lambda pair: -pair[0])])
     return json_response(found if body.is_batch else found[0])
 
@@ -95,19 +99,19 @@ def labels_of(model: ServedModel) -> list[str]:
     return [str(names.get(str(i), f"LABEL_{i}")) for i in range(score.labels)]
 
 
-def _entry(index: int, answer: Delta, labels: list[str], name: str) -> Classified:
-    scores = scores_of(answer, name)
-    likeliest = max(range(len(labels)), key=lambda i: scores[i])
-    return {"index": index, "label": labels[likeliest], "probs": scores, "num_classes": len(labels)}
+def _entry(index: int, numbers: list[float], labels: list[str]) -> Classified:
+    likeliest = max(range(len(labels)), key=lambda i: numbers[i])
+    return {"index": index, "label": labels[likeliest], "probs": numbers, "num_classes": len(labels)}
 
 
-def scores_of(answer: Delta, name: str) -> list[float]:
-    """The scores of an answer, one a label.
+def numbers_of(model: ServedModel, answer: Delta, name: str, raw: bool) -> list[float]:
+    """A number a label, out of the logits that were asked for.
 
     Raises:
         NonFiniteOutput: one is NaN or infinity.
     """
-    scores = answer.scores or []
-    if not all(map(math.isfinite, scores)):
+    logits = answer.scores or []
+    if not all(map(math.isfinite, logits)):
         raise NonFiniteOutput(f"{name}: the score is NaN or infinity", param=name)
-    return scores
+    assert model.spec.score is not None
+    return activated(np.array(logits), "identity" if raw else model.spec.score.of_labels)

@@ -29,7 +29,7 @@ from anycore.server.state import Reading, ServedModel, ServerState, read
 from anycore.server.tally import Tally
 from anycore.server.tls import Certificate
 from anycore.server.turns import check_tools
-from anycore.text.tokenizer import import_reader
+from anycore.text.folder_tokenizer import import_reader_for
 
 DEAD_SECONDS = 3.0  # from an engine's death to the end of the server: probes see it, other models finish what they can
 POLL_SECONDS = 0.02
@@ -211,8 +211,9 @@ class Server:
         if self.fronts is not None:
             await self.fronts.start()
         plans = asyncio.gather(*(slot.plan() for slot in self.slots))
-        if any(slot.config.url is None and not slot.config.model.endswith(".gguf") for slot in self.slots):
-            self._importing = asyncio.ensure_future(aside(import_reader))  # beside what the engines import
+        here = [Path(slot.config.model) for slot in self.slots if slot.config.url is None]
+        folders = [path for path in here if path.is_dir()]  # of others it is known where they lie once they are planned
+        self._importing = asyncio.ensure_future(aside(import_reader_for, folders))  # beside what the engines import
         self.state.plugins = await aside(plugins.load)
         check_tools(self.config.run_tools, self.state.plugins)
         await plans

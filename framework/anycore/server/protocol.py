@@ -6,6 +6,7 @@ that is sent is written out where it is made. Both feed the OpenAPI document.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
@@ -78,7 +79,11 @@ def usage(prompt: int, completion: int = 0, cached: int = 0) -> Usage:
 
 
 def responses(model: Any, *, stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Document a route's answers: `model` for 200 (or a stream), the envelope for every error a route can give."""
+    """Document a route's answers: `model` for 200 (or a stream), the envelope for every error a route can give.
+
+    Only the first error brings the envelope's schema and the others name it: for each model that a route is given
+    FastAPI makes a validator, a millisecond of every start.
+    """
     errors = {
         400: "The request is wrong; `param` names the field",
         401: "No valid key",
@@ -92,8 +97,10 @@ def responses(model: Any, *, stream: bool = False) -> dict[int | str, dict[str, 
         503: "The model is loading, draining or gone",
         504: "The deadline passed",
     }
+    named = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{ErrorEnvelope.__name__}"}}}}
     documented: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorEnvelope, "description": text} for status, text in errors.items()
+        status: {"description": text, **({"model": ErrorEnvelope} if status == 400 else deepcopy(named))}
+        for status, text in errors.items()
     }
     answer: dict[str, Any] = {"model": model, "description": "The answer"}
     if stream:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anycore.engine.request import Delta, PoolingParams
-from anycore.errors import BadRequest, NonFiniteOutput
+from anycore.errors import BadRequest, NonFiniteOutput, TaskNotSupported
 from anycore.server.door import Call, offload
 from anycore.server.pooled import pooled, usage_of, vector_of
 from anycore.server.protocol_pool import PoolUsage, RankBody
@@ -35,6 +35,7 @@ async def scores_of(
     """Score each pair: one forward pass a pair, or for a bi-encoder one a text and then cosines.
 
     Raises:
+        TaskNotSupported: the model has more labels than one that means relevant, and one that does not.
         NonFiniteOutput: naming the document.
     """
     size = sum(map(len, queries)) + sum(map(len, documents))
@@ -46,6 +47,12 @@ async def scores_of(
         answers = await pooled(model, rendered, names[0] + names[1], PoolingParams(normalize=True), body, caller, loud)
         scores = _cosines(answers, pairs, names)
     else:
+        if spec is not None and spec.kind == "classifier" and spec.labels > 2:
+            raise TaskNotSupported(
+                f"model {model.names[0]!r} has {spec.labels} labels: a score is that of one, or the second of two; "
+                "/classify and /predict answer with all",
+                param="model",
+            )
         rendered = await offload(size, _render_pairs, model, queries, documents, pairs, names, body)
         params = PoolingParams(raw_scores=body.raw_scores)
         answers = await pooled(model, rendered, [names[1][d] for _, d in pairs], params, body, caller, loud)

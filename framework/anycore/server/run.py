@@ -16,6 +16,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from anycore.config import ModelConfig, ServerConfig, flag
@@ -28,6 +29,7 @@ from anycore.server.keys import Key
 from anycore.server.ledger import LEDGER, Ledger
 from anycore.server.port import listen, url_of
 from anycore.server.reload import Reload
+from anycore.server.spares import Spares
 from anycore.server.tls import Certificate, certificate_of
 
 SOCKET_PATH = 100  # bytes that every system allows for the path of a local socket, its name included
@@ -127,7 +129,27 @@ async def _serve(
     progress: Callable[[str, float], None] | None,
     client: Callable[..., EngineClient],
 ) -> int:
-    directory = private_directory()
+    directory, waiting = private_directory(), Spares()
+    try:
+        if client is EngineClient:
+            await waiting.start(sum(len(model.placement) for model in models if model.url is None))
+            client = partial(EngineClient, waiting=waiting)
+        return await _serve_from(directory, config, models, keys, certificate, listener, progress, client)
+    finally:
+        await waiting.end()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _serve_from(
+    directory: Path,
+    config: ServerConfig,
+    models: Sequence[ModelConfig],
+    keys: list[Key],
+    certificate: Certificate | None,
+    listener: socket.socket,
+    progress: Callable[[str, float], None] | None,
+    client: Callable[..., EngineClient],
+) -> int:
     if config.api_servers > 1:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared_metrics(directory))  # read when it is imported
     several = config.api_servers > 1
@@ -148,10 +170,7 @@ async def _serve(
         f"anycore: {url_of(listener, certificate is not None)} serves {', '.join(model.names[0] for model in models)}",
         flush=True,
     )
-    try:
-        return await server.run(listener, late=_listening if config.reuse_port else None)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    return await server.run(listener, late=_listening if config.reuse_port else None)
 
 
 def _listening() -> None:

@@ -54,7 +54,7 @@ def read(config: ModelConfig, plan: wire.Planned, plugins: Plugins, request_temp
     source = Source(plan.source, Path(plan.folder), Path(plan.gguf) if plan.gguf else None)
     spec = read_spec(source, plugins.architectures())
     defaults = sampling_defaults(
-        source.read_json("generation_config.json"), config.override_generation_config, config.generation_config
+        source.read_object("generation_config.json"), config.override_generation_config, config.generation_config
     )
     renderer = Renderer(source, spec, plan.card["max_model_len"], config.chat_template, request_templates)
     formats = Formats(

@@ -1,6 +1,6 @@
 """Text to token ids and back. One tokenizer a model, safe to use from several threads.
 
-The ids are those of Hugging Face's fast tokenizers: folders are read by transformers' AutoTokenizer, GGUF files by
+The ids are those of Hugging Face's fast tokenizers: folders are read by `folder_tokenizer`, GGUF files by
 `gguf_tokenizer`. Decoding is defined by bytes: a text is the bytes of its tokens read as UTF-8, so that whole and
 streamed text agree.
 """
@@ -10,19 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from anycore.errors import BadRequest, ConfigError, SourceError
+from anycore.errors import BadRequest
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
     from anycore.models.source import Source
-
-_importing = Lock()
-"""transformers fetches its parts when they are first asked for, which two threads must not do at the same time."""
 
 
 class Tokenizer:
@@ -193,46 +189,22 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
-def import_reader() -> None:
-    """Import what `from_folder` reads with, which takes seconds: for those who will need it and have something else to
-    wait for first.
-    """
-    with _importing:
-        from transformers import AutoTokenizer  # noqa: F401
-
-
 def from_folder(folder: Path) -> Tokenizer:
-    """Read a Hugging Face folder's tokenizer through transformers, which knows each family's peculiarities."""
-    import_reader()
-    from transformers import AutoTokenizer
+    """Read a Hugging Face folder's tokenizer."""
+    from anycore.text.folder_tokenizer import load_folder_tokenizer
 
-    settings = read_settings(folder / "tokenizer_config.json")
-    try:
-        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # each tokenizer class fails in its own way
-        if "auto_map" in settings:
-            raise ConfigError(
-                f"the tokenizer of {folder} is code that the checkpoint carries ({settings['auto_map']}): anycore "
-                "never runs it (trust_remote_code is off for good). Use a checkpoint with a tokenizer.json.",
-                param="trust_remote_code",
-            ) from error
-        raise SourceError(f"the tokenizer in {folder} cannot be read: {error}") from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if backend is None:
-        raise SourceError(
-            f"the tokenizer in {folder} ({type(loaded).__name__}) has no fast form: add a tokenizer.json to the folder"
-        )
-    backend.encode_special_tokens = bool(getattr(loaded, "split_special_tokens", False))
+    backend, found = load_folder_tokenizer(folder)
     return Tokenizer(
         backend,
-        special_tokens={k: v for k, v in loaded.special_tokens_map.items() if isinstance(v, str)},
-        chat_templates=named(loaded.chat_template),
-        token_types="token_type_ids" in loaded.model_input_names,
+        special_tokens=found.special_tokens,
+        chat_templates=found.chat_templates,
+        token_types=found.token_types,
     )
 
 
 def from_gguf(source: Source) -> Tokenizer:
     """Build the tokenizer that a GGUF file carries."""
+    from anycore.text.folder_tokenizer import named
     from anycore.text.gguf_tokenizer import load_gguf_tokenizer
 
     assert source.gguf is not None
@@ -243,23 +215,6 @@ def from_gguf(source: Source) -> Tokenizer:
         chat_templates=named(settings.get("chat_template")),
         token_types=source.config().get("type_vocab_size", 0) > 1,
     )
-
-
-def named(templates: str | dict[str, str] | list[dict[str, str]] | None) -> dict[str, str]:
-    """Return chat templates by name, from any of the forms that files have them in."""
-    if not templates:
-        return {}
-    if isinstance(templates, str):
-        return {"default": templates}
-    return templates if isinstance(templates, dict) else {row["name"]: row["template"] for row in templates}
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return settings if isinstance(settings, dict) else {}
 
 
 def check_unicode(text: str) -> None:
