@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from tiny_gguf import write_gguf
 
 from anycore.errors import SourceError, WeightsError
 from anycore.models import hub
+from anycore.models.loader import check
 from anycore.models.source import Source, locate
+from anycore.models.spec import read_spec
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1234567\n"
 
@@ -158,6 +161,24 @@ def test_o11_lfs_pointer_and_empty_companion(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("")
     with pytest.raises(WeightsError, match=rf"{name} is empty"):
         locate(str(tmp_path)).read_json(name)
+
+
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "model.safetensors"])
+def test_o11_a_link_without_its_file(name: str, t_bert: Path, tmp_path: Path) -> None:
+    """A cache whose blobs were cleared: a companion that is gone must not read as one that was never there."""
+    folder = shutil.copytree(t_bert, tmp_path / "m")
+    (folder / name).unlink()
+    (folder / name).symlink_to("../../blobs/0123")
+    with pytest.raises(WeightsError, match=r"link to \.\./\.\./blobs/0123, which is not there"):
+        check(locate(str(folder)), read_spec(locate(str(folder))))
+
+
+def test_o11_weights_that_are_a_folder(t_lm: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(t_lm, tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(WeightsError, match="Is a directory"):
+        check(locate(str(folder)), read_spec(locate(str(folder))))
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ def test_spares_are_not_told_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_an_engine_process_without_settings_ends() -> None:
-    done = subprocess.run(spares.COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "anycore serve" in done.stderr
+    alone = subprocess.run(spares.COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert alone.returncode == 1
+    assert "anycore serve" in alone.stderr
+    left = subprocess.run(spares.COMMAND, input="", capture_output=True, text=True, timeout=60)
+    assert (left.returncode, left.stderr) == (1, "")

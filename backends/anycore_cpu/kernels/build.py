@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -110,8 +111,9 @@ def sources() -> list[Path]:
     return sorted(HERE.glob("*.cpp"))
 
 
+@cache
 def digest(level: Level) -> str:
-    """A name for the state of the sources, and for what compilers are told of them."""
+    """A name for the state of the sources, and for what compilers are told of them. A plan asks dozens of times."""
     found = hashlib.sha256(" ".join((*ARGUMENTS, *level.arguments(zig=False))).encode())
     for path in (*sources(), *sorted(HERE.glob("*.hpp"))):
         found.update(path.name.encode() + path.read_bytes())

@@ -91,13 +91,13 @@ class Source:
 
         Raises:
             SourceError: the name leads out of the folder.
-            WeightsError: the file is empty or a Git LFS pointer.
+            WeightsError: the file cannot be read, is empty or a Git LFS pointer.
         """
         parts = PurePosixPath(name).parts
         if not parts or PurePosixPath(name).is_absolute() or ".." in parts or "\\" in name or "\0" in name:
             raise SourceError(f"{self.name}: the companion file {name!r} is not a name inside the model's folder")
         path = self.folder.joinpath(*parts)
-        if self.gguf is not None or not path.is_file():
+        if self.gguf is not None or not (path.is_file() or path.is_symlink()):
             return None
         check_whole(path)
         return path
@@ -176,12 +176,21 @@ def at(path: Path, name: str) -> Source:
 
 
 def check_whole(path: Path) -> None:
-    """Raise WeightsError if the file is empty or a Git LFS pointer that stands for a file not fetched."""
-    size = path.stat().st_size
+    """Raise WeightsError if the file cannot be read, is empty, or a Git LFS pointer that stands for a file not fetched.
+
+    A link whose file is gone is what a hub's cache holds after its blobs were cleared.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            head = file.read(512) if size < 1024 else b""
+    except OSError as error:
+        gone = f"it is a link to {path.readlink()}, which is not there" if path.is_symlink() else error.strerror
+        raise WeightsError(
+            f"{path} cannot be read: {gone}: fetch the model again, or see to its permissions"
+        ) from error
     if size == 0:
         raise WeightsError(f"{path} is empty (0 bytes): fetch it again")
-    with open(path, "rb") as file:
-        head = file.read(512) if size < 1024 else b""
     if head.startswith(LFS_POINTER):
         lines = dict(line.split(" ", 1) for line in head.decode("utf-8", "replace").splitlines() if " " in line)
         raise WeightsError(

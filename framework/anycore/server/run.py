@@ -8,6 +8,7 @@ within two seconds, and the server ends with a non-zero code `lifecycle.DEAD_SEC
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import shutil
@@ -154,7 +155,12 @@ async def _serve_from(
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared_metrics(directory))  # read when it is imported
     several = config.api_servers > 1
     guard = Guard(keys, Ledger(directory / LEDGER, 0, config.api_servers) if several else None)
-    from anycore.server.lifecycle import Server  # heavy imports start here, once the port is ours
+    gc.disable()  # imports leave no garbage
+    try:
+        from anycore.server.lifecycle import Server  # heavy imports start here, once the port is ours
+    finally:
+        gc.freeze()  # what has been imported stays: requests do not wait until it has been looked through again
+        gc.enable()
 
     fronts = Fronts(config.api_servers - 1) if config.api_servers > 1 else None
     server = Server(
