@@ -98,6 +98,8 @@ class Masks:
 
 
 def _use(device: torch.device) -> None:
-    """Let a new thread have to do with no other device than ours, where waiting would open the first one."""
-    if device.index:
-        torch.get_device_module(device).set_device(device)
+    """Let a new thread have to do with our device: to wait there would open the first one, or fail."""
+    if device.index is not None:
+        choose = getattr(torch.get_device_module(device), "set_device", None)
+        if choose is not None:
+            choose(device)
