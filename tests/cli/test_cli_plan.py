@@ -170,6 +170,7 @@ def test_several_models_share_a_device(capsys: pytest.CaptureFixture[str], llama
         (["--device", "a100"], "may be one of: A100-80GB, A100-40GB"),
         (["--device", "b9000"], "is not known; known are"),
         (["--device-memory", "80GiB"], "give --device or --backend"),
+        (["--device", "h200", "--device-memory", "0"], "at least 1 byte"),
         (["--device", "h200", "--context", "8k", "--max-model-len", "4k"], "the same setting"),
         (["--device", "h200", "--concurrency", "0"], "at least 1"),
         (["--device", "h200", "--context", "200k"], "131072 positions"),

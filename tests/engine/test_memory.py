@@ -70,6 +70,12 @@ def test_m01_refused_before_weights_are_touched(t_lm: Path, tmp_path: Path) -> N
         engine(broken, kv_cache_memory=256 * 4096, max_model_len=512)
 
 
+def test_m01_no_length_is_feasible(t_lm: Path) -> None:
+    """A maximum of 0 would be refused, too."""
+    with pytest.raises(DoesNotFit, match="no length fits: raise"):
+        engine(t_lm, kv_cache_memory=10)
+
+
 @pytest.mark.parametrize(("share", "fits"), [(0.20, True), (0.40, False)])
 def test_m02_the_share_is_this_process_own(share: float, fits: bool) -> None:
     """100 GiB, 75 held by another process: 0.20 starts, 0.40 is refused with total, free and requested."""

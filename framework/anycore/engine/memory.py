@@ -322,11 +322,12 @@ def _check_given(made: MemoryPlan, wish: Wish, room: Room) -> None:
 
 
 def _too_long(pool: _Pool, kv: KVSpec, longest: int, fits: int, room: Room) -> DoesNotFit:
+    blocks = f"{fits // kv.block_size} blocks of {kv.block_size}"
+    best = f"the feasible maximum is --max-model-len {fits} ({blocks}); or" if fits else "no length fits:"
     return DoesNotFit(
         f"one sequence of {longest} tokens needs {size(longest * kv.bytes_per_token)} of KV cache "
         f"({kv.bytes_per_token} bytes a token), {size(_left(pool, longest))} are there on {room.device}: "
-        f"the feasible maximum is --max-model-len {fits} ({fits // kv.block_size} blocks of {kv.block_size}); "
-        "or raise --memory-utilization or --kv-cache-memory",
+        f"{best} raise --memory-utilization or --kv-cache-memory",
         param="max_model_len",
     )
 

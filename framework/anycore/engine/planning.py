@@ -91,12 +91,14 @@ def on_device(plugins: Plugins, backend: str, name: str | None, memory: int | No
     """The plugins as if there were `count` of the named device and no others; as they are where none is named.
 
     Raises:
-        ConfigError: no device has this name, or several have it.
+        ConfigError: no device has this name, or several have it; or it has no memory.
         PluginError: there is no such backend.
     """
     if name is None and memory is None:
         return plugins
     chosen = plugins.backends if backend == "auto" else (plugins.backend(backend),)
+    if memory is not None and memory < 1:
+        raise ConfigError(f"--device-memory must be at least 1 byte, not {memory}", param="device_memory")
     if name is None and backend == "auto":
         raise ConfigError("--device-memory is of a device: give --device or --backend, too", param="device_memory")
     every = [(spec, device) for spec in chosen for device in known(spec)]
@@ -109,7 +111,7 @@ def on_device(plugins: Plugins, backend: str, name: str | None, memory: int | No
         problem = "may be one of" if found else "is not known; known are"
         raise ConfigError(f"--device {name} {problem}: {names}", param="device")
     spec, device = found[0]
-    devices = tuple(replace(device, index=i, memory=memory or device.memory) for i in range(count))
+    devices = tuple(replace(device, index=i, memory=device.memory if memory is None else memory) for i in range(count))
     return replace(plugins, backends=(replace(spec, probe=lambda: Probe(devices=devices)),))
 
 
