@@ -26,12 +26,12 @@ class Paced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def launch(self, step: Step, catch_up: Callable[[], None]) -> Any:
+    def launch(self, step: Step, ahead: bool = False) -> Any:
         self._free = max(self._free, self.now) + self.seconds(step)
         self.now += self.launching(step)
         self._free = max(self._free, self.now)
         self._ends.append(self._free)
-        return self.runner.launch(step, catch_up)
+        return self.runner.launch(step, ahead)
 
     def collect(self, launched: Any) -> Any:
         self.now = max(self.now, self._ends.popleft())

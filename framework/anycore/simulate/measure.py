@@ -69,11 +69,11 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
 
-    def launch(self, step: Step, catch_up: Callable[[], None]) -> Any:
+    def launch(self, step: Step, ahead: bool = False) -> Any:
         chunks = tuple((chunk.start, chunk.rows) for chunk in step.chunks)
         shape = (len(step.decodes), int(step.positions.sum()) + len(step.decodes), chunks)
         self.launched.append((shape, self.began))
-        return self.runner.launch(step, catch_up)
+        return self.runner.launch(step, ahead)
 
     def collect(self, launched: Any) -> Any:
         self.done.append(self.launched.popleft())
