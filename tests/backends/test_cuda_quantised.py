@@ -216,6 +216,18 @@ def test_columns_may_be_split(splits: int) -> None:
             torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize("columns", [128, 256])
+def test_tiles_left_over_are_split(columns: int) -> None:
+    generator = torch.Generator().manual_seed(7)
+    weight = int4_weight((300, 1056), 96, HALF, generator)
+    packed, x = pack(weight, True), torch.randn(20, 1056, generator=generator).half()
+    assert isinstance(packed, Packed)
+    bias = torch.randn(300, generator=generator).half()
+    exact = x.double() @ exact_rows(weight).T + bias
+    out = product(x, packed, None, bias, torch.float32, 2, Shape(64, 16, columns, 4, 1, 3, 16, whole=3))
+    torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=4e-3)
+
+
 def test_many_rows_meet_a_tile_of_the_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from anycore_cuda.kernels import quantised_dense
 
@@ -227,6 +239,13 @@ def test_many_rows_meet_a_tile_of_the_matrix_at_a_time(monkeypatch: pytest.Monke
         out = dense_product(x, packed, dtype)
         assert out.dtype == dtype
         torch.testing.assert_close(out.double(), x.double() @ exact_rows(weight).T, rtol=8e-3, atol=8e-3)
+
+
+def test_whole_tiles_are_as_many_as_keep_all_processors_busy() -> None:
+    shape = shape_of(
+        Packed("int4", torch.empty(37888, 448), torch.empty(1, 28, 2), 3584, 128, 1.0, HALF, False), 144, 132
+    )
+    assert (shape.outputs, shape.whole, shape.splits) == (128, 264, 4)
 
 
 def test_a_few_tiles_are_split_until_the_processors_are_busy() -> None:

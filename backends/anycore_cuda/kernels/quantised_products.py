@@ -120,10 +120,10 @@ def _byte_product(
 
 
 @triton.jit
-def _columns_of(x_ptr, row, column, inside, rows, COLUMNS: tl.constexpr):
+def _columns_of(x_ptr, row, column, rows, COLUMNS: tl.constexpr):
     # Some columns of rows, as the right factor.
     x_at = x_ptr + row.to(tl.int64)[None, :] * COLUMNS + column[:, None]
-    return tl.load(x_at, mask=(row < rows)[None, :] & inside[:, None], other=0.0)
+    return tl.load(x_at, mask=(row < rows)[None, :] & (column < COLUMNS)[:, None], other=0.0)
 
 
 @triton.jit
@@ -180,10 +180,10 @@ def _nibble_product(
                 numbers = _half(words, scale, offset, half, TILE, x_ptr.dtype.element_ty)
                 of = turn * 32 + place % 32
                 column = of // WIDTH * (8 * WIDTH) + (half * 4 + place // 32) * WIDTH + of % WIDTH
-                inside = (of < WORDS) & (column < COLUMNS)
-                acc = tl.dot(numbers, _columns_of(x_ptr, row, column, inside, rows, COLUMNS), acc)
+                column = tl.max_contiguous(tl.multiple_of(column, WIDTH), WIDTH)  # which the compiler does not see
+                acc = tl.dot(numbers, _columns_of(x_ptr, row, column, rows, COLUMNS), acc)
                 if MORE:
-                    more = tl.dot(numbers, _columns_of(x_ptr, more_row, column, inside, rows, COLUMNS), more)
+                    more = tl.dot(numbers, _columns_of(x_ptr, more_row, column, rows, COLUMNS), more)
     _write(
         acc, out_ptr, part_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, split, split_from,
         OUTPUTS, SPLITS, False, False, BIAS,

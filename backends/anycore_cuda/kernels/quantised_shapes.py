@@ -60,14 +60,18 @@ WIDE = ((96, 64, 32), (128, 128, 0), (144, 128, 16), (160, 128, 32), (192, 128, 
 
 
 def _wide(weight: Packed, rows: int, processors: int) -> Shape:
-    """4 bits and many rows: a program to a processor, which widens a tile once for all of them."""
+    """4 bits and many rows: a program to a processor, which widens a tile once for all of them. As many tiles as keep
+    all processors busy are whole, what is left over is split among them.
+    """
     outputs, columns = weight.shape
     each, more = next(((each, more) for most, each, more in WIDE if rows <= most), (128, 0))
     # Of the matrix a turn less is under way than of the rows; of narrow groups' scales as much again.
     matrix = 128 * (132 if weight.width == 32 else 256)
     stages = min(4, (SHARED + matrix) // ((each + more) * 2 * 128 + matrix))
-    splits = processors // (-(-outputs // 128) * -(-rows // (each + more)))
-    return Shape(128, each, 128, 8, stages, max(1, min(16, splits, columns // 512)), more)
+    at_a_time = max(1, processors // -(-rows // (each + more)))
+    whole, rest = divmod(-(-outputs // 128), at_a_time)
+    splits = max(1, min(16, at_a_time // max(1, rest), columns // 512))
+    return Shape(128, each, 128, 8, stages, splits, more, whole * at_a_time)
 
 
 def stage_bytes(weight: Packed, outputs: int, rows: int, turn: int) -> int:

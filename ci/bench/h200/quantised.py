@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import product as product_of
 from typing import Any
@@ -196,7 +196,7 @@ def through_int_mm(numbers: Tensor, scale: Tensor, packed: Packed) -> Tensor:
     whole = torch._int_mm(numbers, packed.data.t())
     out = torch.empty(rows, outputs, device="cuda", dtype=BF16)
     launch(
-        _join, (rows, triton.cdiv(outputs, 1024)), whole, out, packed.scale, scale, scale, rows, 1.0,
+        _join, (rows, triton.cdiv(outputs, 1024)), whole, out, packed.scale, scale, scale, rows, 0, 1.0,
         OUTPUTS=outputs, SPLITS=1, SCALED=True, ROUNDS=True, BIAS=False, BLOCK=1024, EARLY=False, num_warps=4,
     )  # fmt: skip
     return out
@@ -280,8 +280,7 @@ def _shapes(packed: Packed, rows: int, mine: Shape) -> Iterator[Shape]:
 
 
 def _short(shape: Shape) -> str:
-    numbers = shape.outputs, shape.rows, shape.columns, shape.warps, shape.stages, shape.splits
-    return "outputs rows turn warps stages splits " + " ".join(map(str, numbers))
+    return "outputs rows turn warps stages splits more whole " + " ".join(map(str, astuple(shape)))
 
 
 def _alone(packed: Packed, x: Tensor, chip: quantised_linear.Chip) -> Callable[[Any, Packed], Tensor]:
