@@ -195,10 +195,13 @@ class ModelConfig:
             )
         if self.max_queued < 0:
             raise ConfigError(f"--max-queued must be 0 or more, not {self.max_queued}", param="max_queued")
-        if self.request_timeout is not None and self.request_timeout <= 0:
-            raise ConfigError(f"--request-timeout must be above 0, not {self.request_timeout}", param="request_timeout")
-        if self.keep_alive is not None and self.keep_alive <= 0:
-            raise ConfigError(f"--keep-alive must be above 0, not {self.keep_alive:g}", param="keep_alive")
+        for name in ("request_timeout", "keep_alive"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ConfigError(f"{flag(name)} must be above 0, not {seconds:g}", param=name)
+        for name in self.served_model_name:
+            if not name.strip() or not name.isprintable():
+                raise ConfigError(f"--served-model-name must be a name, not {name!r}", param="served_model_name")
         if self.trust_remote_code:
             raise ConfigError(
                 "--trust-remote-code is refused: anycore never runs code that a checkpoint carries. "

@@ -150,6 +150,8 @@ def convert(item: Field[Any], kind: type[Any], value: Any) -> Any:
     number = kind(value) if isinstance(value, str) else value
     if kind is int and not isinstance(number, int):
         raise ValueError(f"must be a whole number, not {value!r}")
+    if not isinstance(number, (int, float)):
+        raise ValueError(f"must be a number, not {value!r}")
     return float(number) if kind is float else number
 
 

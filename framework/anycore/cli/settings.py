@@ -190,12 +190,14 @@ def _load(path: Path) -> tuple[dict[Any, Any], dict[tuple[Any, ...], int]]:
 
     try:
         text = path.read_text(encoding="utf-8")
-        data = yaml.load(text, Loader)
         lines = dict(_lines(yaml.compose(text, Loader)))
+        data = yaml.load(text, Loader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}", param="config") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply, or holds itself", param="config") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold settings such as `port: 8000`", param="config")
     return data, lines
