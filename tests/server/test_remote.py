@@ -41,7 +41,7 @@ class Other:
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.left = threading.Event()  # a client went away in the middle of a stream
-        self.models = ["far-model", "far-vectors"]
+        self.models = ["far-model", "far-vectors", "far-ranks"]
         self.url = ""
 
     async def list_models(self, request: web.Request) -> web.Response:
@@ -61,6 +61,8 @@ class Other:
             return web.json_response({"error": error}, status=int(what), headers={"retry-after": "9"})
         if what == "html":
             return web.Response(text="<h1>Bad gateway</h1>", status=502, content_type="text/html")
+        if request.path == "/rerank" and "documents" not in body:
+            return web.json_response([{"index": 0, "score": 0.5}] if body["texts"] != ["odd"] else {"a": 1})
         if request.path == "/v2/embed":
             return web.json_response({"id": "1", "meta": {"billed_units": {"input_tokens": 5}}})
         if not body.get("stream"):
@@ -143,8 +145,9 @@ def live(other: Other, t_lm: Path) -> Iterator[Live]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAR_KEY", "far-key")
         vectors = far(other.url, model="far-vectors", served_model_name=("vectors",), task="embed")
+        ranks = far(other.url, model="far-ranks", served_model_name=("ranks",), task="rerank")
         near = served(t_lm, "near")
-        with serve_here(far(other.url), vectors, near, launch=scripted(str(t_lm)), guard=Guard(KEYS)) as live:
+        with serve_here(far(other.url), vectors, ranks, near, launch=scripted(str(t_lm)), guard=Guard(KEYS)) as live:
             yield live
 
 
@@ -201,6 +204,15 @@ def test_routes_outside_of_v1_and_models_without_a_name(live: Live, other: Other
         assert count(live, "prompt_tokens_total", "vectors") == before + 5
     assert post(live, {}, "/tokenize").status_code == 200
     assert other.requests[-1][0] == "/tokenize"
+
+
+def test_e12_a_bare_list_comes_back_where_texts_were_ranked(live: Live, other: Other) -> None:
+    answer = post(live, {"model": "ranks", "query": "q", "texts": ["a"]}, "/rerank")
+    assert (answer.status_code, answer.json()) == (200, [{"index": 0, "score": 0.5}])
+    assert other.requests[-1][2]["model"] == "far-ranks"
+    error = post(live, {"model": "ranks", "query": "q", "texts": ["odd"]}, "/rerank")
+    assert (error.status_code, error.json()["error"]["code"]) == (502, "remote_failed")
+    assert "not a JSON list" in error.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

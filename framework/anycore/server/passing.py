@@ -99,6 +99,7 @@ class _Forwarding:
         self._call = call
         self._name = model.names[0] if "model" not in fields else _decode(fields["model"])
         self._generates = request.url.path in ("/v1/chat/completions", "/v1/completions")
+        self._lists = request.url.path == "/rerank" and "texts" in fields  # as text-embeddings-inference has it
         self._hides_usage = False
         self._fields = fields
         fields["model"] = _raw(model.slot.config.model)
@@ -169,14 +170,16 @@ class _Forwarding:
             passage.finish = "error"
             raise error_of(response.status, body, response.headers.get("retry-after"), self._remote.config.url or "")
         try:
-            fields = _fields.decode(body)
+            answer = msgspec.json.decode(body, type=list[msgspec.Raw] if self._lists else Fields)
         except msgspec.DecodeError:
             passage.finish = "error"
-            raise RemoteFailed(f"{self._remote.config.url} answered with what is not a JSON object") from None
+            kind = "list" if self._lists else "object"
+            raise RemoteFailed(f"{self._remote.config.url} answered with what is not a JSON {kind}") from None
         passage.came()
-        self._note(passage, fields)
+        if isinstance(answer, dict):
+            self._note(passage, answer)
         passage.finish = "stop" if passage.finish == "abort" else passage.finish
-        return encode(fields)
+        return encode(answer)
 
     async def _events(self, passage: Passage, response: Any) -> AsyncIterator[bytes]:
         """The lines of a stream. Leaving early ends the request there."""
