@@ -141,6 +141,15 @@ def test_a_folder_that_cannot_be_written_does_no_harm(t_lm: Path, own_cache: Pat
     assert read(t_lm).encode("a b")
 
 
+def test_a_large_file_of_unknown_kind_is_not_hashed(
+    t_lm: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "LARGEST", 100)
+    assert kept.place_of(t_lm) is None
+    assert read(t_lm).encode("a b")
+    assert not own_cache.exists()
+
+
 def test_the_longest_unused_ones_go(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "MOST", 2)
     for number, age in enumerate((30, 10, 20)):

@@ -211,6 +211,7 @@ class Server:
         if self.fronts is not None:
             await self.fronts.start()
         plans = asyncio.gather(*(slot.plan() for slot in self.slots))
+        plans.add_done_callback(lambda done: done.cancelled() or done.exception())  # a stop may come before it is asked
         here = [Path(slot.config.model) for slot in self.slots if slot.config.url is None]
         folders = [path for path in here if path.is_dir()]  # of others it is known where they lie once they are planned
         self._importing = asyncio.ensure_future(aside(import_reader_for, folders))  # beside what the engines import
