@@ -19,30 +19,16 @@ from anycore.contract.rounded import RoundedCache
 from anycore_cuda.kernels.bytes_of_words import COMPILED
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
+from anycore_cuda.kernels.prefix import Prefix, shared_part
 from anycore_cuda.kernels.rotary import prepared
 from anycore_cuda.kernels.rounded_cache import as_stored, largest_in, levels_of, parts, scale_of
+from anycore_cuda.kernels.softmax import LOG2E, LOWEST, MAX_SPLITS, join, meet, weigh
 
 MIN_ROWS = 16  # of a matrix product
-MAX_SPLITS = 16
 MIN_KEYS = 128
 """A split takes at least so many keys: joining results costs as much as reading a few more."""
-GRAIN = tl.constexpr(64)
-"""Shared tokens are counted in these; what is left over is read with each request's own."""
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)
-"""Below all scores, and finite: a warp may see no key in a step."""
 PROGRAMS = 6
 """Programs of a launch per processor, which runs several at a time: so many that few are left running at the end."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Partial results of n rows over the first tokens of all: as many parts as there are, [splits, n, Hq] of each."""
-
-    tokens: Tensor  # [1] int32: how many tokens all have in common
-    splits: int
-    acc: Tensor  # float32 [splits, n, Hq, D up to a power of two]
-    stats: Tensor  # float32 [splits, n, Hq, 2]: the highest score (of base 2), and the sum of weights
 
 
 @dataclass(frozen=True)
@@ -57,57 +43,6 @@ class Raw:
 
 
 @triton.jit
-def weigh(q, k, k_scale, best, seen, scale, softcap, unit, CAP: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr):
-    """Weights of some keys [.., ROWS, KEYS], the highest score so far, and the factor for what was summed before.
-
-    A score times `unit` is an exponent of 2, so that one multiply-add a score is left to do. The numbers of a rounded
-    cache are multiplied as they are, and by their scales [.., KEYS] afterwards. q [.., ROWS, D], k [.., D, KEYS].
-    """
-    LAST: tl.constexpr = len(q.shape) - 1
-    if KIND != "":
-        k = as_stored(k, q.dtype, KIND)
-    scores = tl.dot(q, k, input_precision="tf32x3")
-    if KIND != "":
-        scores *= tl.expand_dims(k_scale.to(tl.float32), LAST - 1)
-    if CAP:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scale * scores / softcap) - 1.0)
-    if MASKED:
-        scores = tl.where(tl.expand_dims(seen, LAST - 1), scores, float("-inf"))
-    higher = tl.maximum(best, tl.max(scores, axis=LAST))
-    return tl.exp2(scores * unit - tl.expand_dims(higher * unit, LAST)), higher, tl.exp2((best - higher) * unit)
-
-
-@triton.jit
-def shared_part(tokens_ptr, splits):
-    """How many tokens are read once for all requests, and how many of them each of the splits reads."""
-    tokens = tl.load(tokens_ptr) // GRAIN * GRAIN
-    return tokens, tl.cdiv(tl.maximum(tokens // GRAIN, 1), splits) * GRAIN
-
-
-@triton.jit
-def _join(acc, best, total, acc_ptr, stats_ptr, part, stride, count, known, heads, BLOCK_D: tl.constexpr):
-    # Take `count` partial results, `stride` apart, into a running softmax, in order: sums are the same every time.
-    at = tl.arange(0, BLOCK_D)
-    for _ in tl.range(count, loop_unroll_factor=4):
-        theirs = tl.load(stats_ptr + part * 2, mask=known, other=0.0)
-        higher = tl.maximum(best, theirs)
-        fade = tl.exp2(best - higher)
-        weight = tl.exp2(theirs - higher)
-        total = total * fade + weight * tl.load(stats_ptr + part * 2 + 1, mask=known, other=1.0)
-        found = tl.load(acc_ptr + part[:, None] * BLOCK_D + at[None, :], mask=heads, other=0.0)
-        acc = acc * fade[:, None] + weight[:, None] * found
-        best = higher
-        part += stride
-    return acc, best, total
-
-
-@triton.jit
-def _lanes(APART: tl.constexpr, KEYS: tl.constexpr):
-    # The tokens of a step: with APART, those of each warp in a row of their own.
-    return tl.arange(0, APART)[:, None] * KEYS + tl.arange(0, KEYS)[None, :] if APART else tl.arange(0, KEYS)
-
-
-@triton.jit
 def _ask(ptr, places, COUNT: tl.constexpr):
     # Have the lines of memory that hold so many numbers from each of these places on brought into the L2 cache.
     if COMPILED:
@@ -117,14 +52,6 @@ def _ask(ptr, places, COUNT: tl.constexpr):
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
             )
-
-
-@triton.jit
-def _meet(acc, best, total):
-    # Partial results of the warps [APART, ..], each of keys of its own, as one.
-    highest = tl.max(best, axis=0)
-    weight = tl.exp2(best - highest[None, :])
-    return tl.sum(acc * weight[:, :, None], axis=0), highest, tl.sum(total * weight, axis=0)
 
 
 @triton.jit(do_not_specialize=["table_stride", "window", "group", "shared_splits"])
@@ -147,12 +74,8 @@ def _decode(
     splits = tl.num_programs(1)
     place = tl.program_id(2)
     STEP: tl.constexpr = KEYS * APART if APART else KEYS
-    request = place
-    if LISTED:
-        request = tl.load(requests_ptr + place)
-    q_row = request
-    if MIXED:
-        q_row = tl.load(starts_ptr + request)
+    request = tl.load(requests_ptr + place) if LISTED else place
+    q_row = tl.load(starts_ptr + request) if MIXED else request
     length = tl.load(lens_ptr + request)
     start = 0
     if WINDOW:
@@ -162,8 +85,8 @@ def _decode(
         shared = tl.where(length > shared, shared, 0)  # rows that only fill up a captured batch share nothing
         start = shared
     # Blocks are looked up a step ahead: keys and values are then under way without waiting for their addresses. The
-    # first are looked up while the length is.
-    lanes = _lanes(APART, KEYS)
+    # first are looked up while the length is. Warps that are apart have each a row of the tokens of a step.
+    lanes = tl.arange(0, APART)[:, None] * KEYS + tl.arange(0, KEYS)[None, :] if APART else tl.arange(0, KEYS)
     begin = start + split * STEP
     token = begin + lanes
     table = tables_ptr + request.to(tl.int64) * table_stride
@@ -247,7 +170,7 @@ def _decode(
     best *= unit
     total = tl.sum(weights, axis=LAST)
     if APART:
-        acc, best, total = _meet(acc, best, total)
+        acc, best, total = meet(acc, best, total)
 
     last = used == 1
     if used > 1:
@@ -264,12 +187,12 @@ def _decode(
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
             part = owner * splits * ROWS + row
-            acc, best, total = _join(acc, best, total, acc_ptr, stats_ptr, part, ROWS, used, known, heads, BLOCK_D)
+            acc, best, total = join(acc, best, total, acc_ptr, stats_ptr, part, ROWS, used, known, heads, BLOCK_D)
     if last:
         if SHARED:
             stride = tl.num_programs(2) * kv_heads * group
             part = q_row * kv_heads * group + head
-            acc, best, total = _join(
+            acc, best, total = join(
                 acc, best, total, shared_acc_ptr, shared_stats_ptr, part, stride, tl.cdiv(shared, shared_share),
                 known, heads, BLOCK_D,
             )  # fmt: skip

@@ -21,16 +21,19 @@ from anycore_cuda.kernels.quantised_rows import Fixed
 
 @triton.jit
 def _pairs(
-    scale_at, start, half, known, VECTORS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    scale_ptr, row, start, known, VECTORS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    # Scales and offsets, in turn, of the four planes that one half of the words of a turn's vectors is of.
-    at = tl.arange(0, TURN * 2)
-    vector = start + at // 2
-    column = vector * 4 // WIDTH * (8 * WIDTH) + half * 4 * WIDTH
+    # Scales and offsets, in turn, of the four planes that either half of the words of a turn's vectors is of.
+    at = tl.arange(0, TURN * 4)
+    vector = start + at // 4
+    column = vector * 4 // WIDTH * (8 * WIDTH) + at // 2 % 2 * 4 * WIDTH
     group = tl.minimum(column // GROUP, GROUPS - 1)
     inside = known[:, None] & (vector < VECTORS)[None, :]
-    return tl.load(scale_at + (group * 2 + at % 2)[None, :], mask=inside, other=0.0)
+    place = row[:, None] * (GROUPS * 2) + (group * 2 + at % 2)[None, :]
+    if GROUP == 4 * WIDTH and GROUPS % 2 == 0:  # both halves' groups are neighbours, which the compiler does not see
+        place = tl.max_contiguous(tl.multiple_of(place, [1, 4]), [1, 4])
+    return tl.load(scale_ptr + place, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -53,17 +56,17 @@ def _bytes(x_at, turn, WORDS: tl.constexpr, TURN: tl.constexpr):
 
 @triton.jit
 def _half(
-    a, b, c, d, pairs, x_at, turn, unit, total,
+    acc, a, b, c, d, scale, offset, x_at, turn, unit, total,
     MASK: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    # The products of one half of a turn's words, under their scales and offsets.
+    # The sums, and the products of one half of a turn's words, under their scales and offsets.
     a, b, c, d = a & MASK, b & MASK, c & MASK, d & MASK
     e, f, g, h, i, j, k, m = _bytes(x_at, turn, WORDS, TURN)
     sums = tl.zeros([ROWS, TURN], tl.int32)
     sums = dot4(d, h, dot4(c, g, dot4(b, f, dot4(a, e, sums, False), False), False), False) * 256
     sums = dot4(d, m, dot4(c, k, dot4(b, j, dot4(a, i, sums, False), False), False), False)
-    scale, offset = tl.split(tl.reshape(pairs.to(tl.float32), [ROWS, TURN, 2]))
-    return scale * (sums.to(tl.float32) * unit[None, :]) - offset * total[None, :]
+    acc += scale.to(tl.float32) * (sums.to(tl.float32) * unit[None, :])
+    return acc - offset.to(tl.float32) * total[None, :]
 
 
 @triton.jit
@@ -77,11 +80,9 @@ def _read(
     # Two-dimensional and with whole runs in memory, then reshaped: threads keep four words each, neighbours in a row.
     at = turn * (TURN * 4) + tl.arange(0, TURN * 4)
     inside = known[:, None] & (at < VECTORS * 4)[None, :]
-    flat = tl.load(data_ptr + row.to(tl.int64)[:, None] * (VECTORS * 4) + at[None, :], mask=inside, other=0)
-    scale_at = scale_ptr + row.to(tl.int64)[:, None] * (GROUPS * 2)
-    first = _pairs(scale_at, turn * TURN, 0, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
-    second = _pairs(scale_at, turn * TURN, 1, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
-    return flat, first, second
+    # 32 bits are enough for the places: a matrix has fewer words than that.
+    flat = tl.load(data_ptr + row[:, None] * (VECTORS * 4) + at[None, :], mask=inside, other=0)
+    return flat, _pairs(scale_ptr, row, turn * TURN, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -98,7 +99,7 @@ def _nibble_matvec(
     tiles = (rows + ROWS - 1) // ROWS
     mine = (tiles - tl.program_id(0) + programs - 1) // programs
     # The weights of the next turn, of whichever tile, are always on their way: the first before the vector is there.
-    flat, first, second = _read(
+    flat, pairs = _read(
         data_ptr, scale_ptr, rows, tl.program_id(0), 0, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, GATE
     )
     wait(EARLY)
@@ -107,9 +108,11 @@ def _nibble_matvec(
     for step in range(mine * TURNS):
         turn = step % TURNS
         a, b, c, d = _four(flat, ROWS, TURN)
-        firsts, seconds = first, second
+        scale, offset = tl.split(tl.reshape(pairs, [ROWS, TURN, 2, 2]))
+        scale_first, scale_second = tl.split(scale)
+        offset_first, offset_second = tl.split(offset)
         tile = tl.program_id(0) + (step + 1) // TURNS * programs
-        flat, first, second = _read(
+        flat, pairs = _read(
             data_ptr, scale_ptr, rows, tile, (step + 1) % TURNS, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, GATE
         )
         here = turn * TURN + vector
@@ -119,8 +122,13 @@ def _nibble_matvec(
         # The second half's numbers are left where they are in a byte, and so 16 times as large.
         low: tl.constexpr = 0x0F0F0F0F
         high: tl.constexpr = -0x0F0F0F10
-        acc += _half(a, b, c, d, firsts, x_ptr, turn, x_unit, sum_first, low, WORDS, ROWS, TURN)
-        acc += _half(a, b, c, d, seconds, x_ptr + WORDS, turn, x_unit / 16, sum_second, high, WORDS, ROWS, TURN)
+        acc = _half(
+            acc, a, b, c, d, scale_first, offset_first, x_ptr, turn, x_unit, sum_first, low, WORDS, ROWS, TURN
+        )
+        acc = _half(
+            acc, a, b, c, d, scale_second, offset_second, x_ptr + WORDS, turn, x_unit / 16, sum_second, high,
+            WORDS, ROWS, TURN,
+        )  # fmt: skip
         if turn == TURNS - 1:
             done = tl.program_id(0) + step // TURNS * programs
             store_row(tl.sum(acc, axis=1) * unit, done, bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
