@@ -94,7 +94,11 @@ def test_a11_bodies_that_are_not_json(live: Live) -> None:
     json_type = {"content-type": "application/json; charset=utf-8"}
     for body in (b'{"model": ', b"nonsense", b"{}}", b'{"a": "\xff"}', b"[" * 90, b"\x00"):
         check(live.post("/v1/completions", content=body, headers=json_type), 400, "invalid_json")
-    check(live.post("/v1/completions", content=b"", headers=json_type), 400, "missing_required_parameter")
+    for body in (b"", b"[]", b"null"):
+        error = check(live.post("/v1/completions", content=body, headers=json_type), 400, "invalid_json")
+        assert error["message"] == "the body must be a JSON object"
+    packed = live.post("/v1/completions", content=b"\x1f\x8b", headers={**json_type, "content-encoding": "gzip"})
+    assert "content-encoding gzip" in check(packed, 415, "unsupported_media_type")["message"]
     alive(live)
 
 

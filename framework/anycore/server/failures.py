@@ -100,6 +100,8 @@ def validation_error(errors: Sequence[Any]) -> BadRequest:
     message = "; ".join(dict.fromkeys(said))
     missing = first["type"] == "missing"
     code = "missing_required_parameter" if missing else "invalid_value"
+    if field is None and first["type"] in ("missing", "model_attributes_type"):
+        return BadRequest("the body must be a JSON object", code="invalid_json")
     return BadRequest(f"{field}: {message}" if field else message, param=field, code=code)
 
 

@@ -134,6 +134,9 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int
         if kind != b"application/json" and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
             name = kind.decode("latin-1")[:100] or "missing"
             raise NotJson(f"the content type must be application/json, not {name}")
+        packed = headers.get(b"content-encoding", b"identity").strip().lower()
+        if packed != b"identity":
+            raise NotJson(f"compressed bodies are not read: leave content-encoding {packed[:100].decode('latin-1')} out")
         check_depth(body)
     return _replay({"type": "http.request", "body": body, "more_body": False}, receive)
 
