@@ -136,7 +136,8 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int
             raise NotJson(f"the content type must be application/json, not {name}")
         packed = headers.get(b"content-encoding", b"identity").strip().lower()
         if packed != b"identity":
-            raise NotJson(f"compressed bodies are not read: leave content-encoding {packed[:100].decode('latin-1')} out")
+            name = packed[:100].decode("latin-1")
+            raise NotJson(f"compressed bodies are not read: leave content-encoding {name} out")
         check_depth(body)
     return _replay({"type": "http.request", "body": body, "more_body": False}, receive)
 
