@@ -150,11 +150,14 @@ def test_a_large_file_of_unknown_kind_is_not_hashed(
     assert not own_cache.exists()
 
 
-def test_the_longest_unused_ones_go(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST", 2)
+@pytest.mark.parametrize("limit", ["MOST", "MOST_BYTES"])
+def test_the_longest_unused_ones_go(limit: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = kept.Kept(False, {}, {}, False)
     for number, age in enumerate((30, 10, 20)):
-        kept.keep(own_cache / f"{number}.msgpack", kept.Kept(False, {}, {}, False))
+        kept.keep(own_cache / f"{number}.msgpack", one)
         os.utime(own_cache / f"{number}.msgpack", (age, age))
     kept.take(own_cache / "0.msgpack")  # used now
-    kept.keep(own_cache / "3.msgpack", kept.Kept(False, {}, {}, False))
+    size = (own_cache / "0.msgpack").stat().st_size
+    monkeypatch.setattr(kept, limit, 2 if limit == "MOST" else 2 * size)
+    kept.keep(own_cache / "3.msgpack", one)
     assert sorted(path.name for path in own_cache.iterdir()) == ["0.msgpack", "3.msgpack"]

@@ -18,7 +18,6 @@ import stat
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol
 
 import msgspec
@@ -231,12 +230,16 @@ def main(launch: Launch) -> int:
 
 def import_ahead() -> None:
     """Begin to import what `build` will, while the front finds out what it has to say."""
-    gc.disable()  # until all is there: imports leave no garbage
+    gc.disable()  # imports leave no garbage
 
     def work() -> None:
-        with suppress(Exception):  # told to whoever needs it
+        try:
             for name in AHEAD:
                 importlib.import_module(name)
+        except Exception:
+            log.debug("importing ahead failed, as whoever needs it will be told", exc_info=True)
+        finally:
+            gc.enable()
 
     threading.Thread(target=work, name="import-ahead", daemon=True).start()
 
@@ -258,7 +261,6 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
     def build_engine(progress: Progress) -> tuple[Engine, dict[str, Any]]:
         importlib.import_module("torch")
         gc.freeze()  # what has been imported stays: looking for garbage among it takes a tenth of a second each time
-        gc.enable()
         engine = open_model(prepared, progress, boot.at_least, Home(own=True, log_level=boot.log_level))
         engine.grammars = Grammars(lambda: vocabulary_of(source, prepared.spec))
         engine.texts = Texts(lambda: Tokenizer.from_source(source))

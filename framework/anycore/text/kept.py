@@ -13,7 +13,7 @@ import os
 import tempfile
 from contextlib import suppress
 from importlib import metadata
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 
 import msgspec
@@ -25,8 +25,8 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".onnx_data"
 """Ends of names of files that no tokenizer is read from."""
 LARGEST = 64 << 20
 """Bytes. A folder with a larger file of another kind has its tokenizer read anew each time."""
-MOST = 16
-"""Tokenizers that are kept: beyond these the longest unused ones go."""
+MOST, MOST_BYTES = 1000, 512 << 20
+"""Tokenizers that are kept, and what they take together: beyond these the longest unused ones go."""
 READERS = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "mistral-common", "protobuf")
 """Packages that decide what is read; not all of them have to be there."""
 
@@ -89,7 +89,10 @@ def keep(place: Path, kept: Kept) -> None:
         with tempfile.NamedTemporaryFile(dir=place.parent, prefix="draft-", delete=False) as draft:
             draft.write(msgspec.msgpack.encode(kept))
         Path(draft.name).replace(place)
-        for old in sorted(place.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-MOST]:
-            old.unlink(missing_ok=True)
+        files = sorted(((file.stat(), file) for file in place.parent.iterdir()), key=lambda item: -item[0].st_mtime_ns)
+        taken = accumulate(stat.st_size for stat, _ in files)
+        for number, ((_, file), size) in enumerate(zip(files, taken, strict=True)):
+            if number >= MOST or size > MOST_BYTES:
+                file.unlink(missing_ok=True)
     except OSError as error:
         log.debug("the tokenizer is not kept in %s: %s", place.parent, error)
