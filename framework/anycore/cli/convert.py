@@ -19,7 +19,8 @@ from anycore.models.quantization import GROUPS, ONLINE, SPELLINGS, scheme_of
 from anycore.models.source import Source
 
 GGUF_COMPANIONS = ("generation_config.json", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json")
-CALIBRATION_TOKENS = 4096
+CALIBRATION_TOKENS = 16384
+"""Of a text that are asked for at most: layers are given the first quarter, tuning all."""
 SEQUENCE = 512
 """Tokens that are run at a time."""
 SENTENCE_END = re.compile(r"(?<=[.!?;])\s+|\n\s*\n")

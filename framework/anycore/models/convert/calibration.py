@@ -7,6 +7,7 @@ loses others make up for (`compensation`), and the layer is run again as it is n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,19 +17,20 @@ from torch import Tensor
 from anycore.contract.backend import Backend, Memory
 from anycore.contract.batch import Batch
 from anycore.contract.formats import Format
-from anycore.contract.weights import QuantisedWeight
+from anycore.contract.weights import Int4Weight, QuantisedWeight
 from anycore.errors import ConfigError
 from anycore.models.convert.compensation import compensated, cut
-from anycore.models.convert.products import ROWS, Inputs, Observer, Product, products
+from anycore.models.convert.products import ROWS, Held, Inputs, Observer, Parts, Product, products
 from anycore.models.convert.scaling import fold, search
+from anycore.models.convert.tuning import Tuned, tune
 from anycore.models.decoder import Decoder
 from anycore.models.encoder import Encoder
 from anycore.models.loader import load
 from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec
 
-LEAST = 512
-"""Tokens of a text that tells anything."""
+LEAST, ENOUGH = 512, 4096
+"""Tokens of a text that tells anything, and of one that tells layers all they need."""
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ def batch_of(spec: ModelSpec, ids: Sequence[int]) -> Batch:
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def calibrate(
     source: Source,
     spec: ModelSpec,
@@ -128,6 +130,8 @@ def calibrate(
     progress: Progress | None = None,
 ) -> Calibration:
     """Round every matrix of the layers that is in `formats`, by the hidden states of a text.
+
+    Then the scales of those of 4 bits are tuned, if the model is one of language: see `tuning`.
 
     Raises:
         ConfigError: the text is too short.
@@ -138,7 +142,12 @@ def calibrate(
     cpu = torch.device("cpu")
     model = load(source, spec, Backend(cpu, HostMemory(cpu), Observer()), "float32")
     assert isinstance(model, (Decoder, Encoder))
-    walk = Walk(model, spec, sequences)
+    batches = [batch_of(spec, ids) for ids in sequences if 2 * len(ids) > max(map(len, sequences))]
+    tunes = spec.head == "lm" and any(wanted.kind == "int4" for wanted in formats.values())
+    exact = [model.forward(batch) for batch in batches] if tunes else []
+    walk = Walk(model, spec, first_of(sequences))
+    count = sum(len(batch.input_ids) for batch in walk.batches)
+    rounded: list[tuple[Held, Int4Weight, Parts]] = []
     result = Calibration(norm_offset=spec.norm_offset)
     for index in range(spec.layers):
         every = [p for p in products(model, spec, index) if all(name in formats for name, _ in p.parts)]
@@ -148,18 +157,35 @@ def calibrate(
             wanted = formats[product.parts[0][0]]
             found = compensated(product.held.weight, inputs.squares(columns), wanted)
             result.weights |= cut(found, product.parts)
+            if isinstance(found, Int4Weight):
+                rounded.append((product.held, found, product.parts))
             product.held.weight.copy_(found.dense())
             product.held.rounds = wanted.group if wanted.kind == "int8" else 0
         walk.go_on(index)
         if progress is not None:
             progress("calibration", (index + 1) / spec.layers)
     head = "embed_tokens.weight" if spec.tied else "lm_head.weight"
-    if isinstance(model, Decoder) and model.head is not None and head in formats and formats[head].kind == "int4":
-        result.weights[head] = table(model, walk, spec.tied, formats[head])
+    if not isinstance(model, Decoder) or model.head is None or not tunes:
+        return result
+    dense = model.head.handle.weight
+    if head in formats and formats[head].kind == "int4":
+        rounded.append((model.head.handle, table(model, walk, spec.tied, formats[head]), ((head, len(dense)),)))
+    tuned = [(Tuned(held, found), parts) for held, found, parts in rounded]
+    if spec.tied:
+        model.words.table = model.head.handle.weight
+    tune(model, [one for one, _ in tuned], dense, batches, exact, progress)
+    for one, parts in tuned:
+        result.weights |= cut(one.found(), parts)
     return result
 
 
-def table(model: Decoder, walk: Walk, tied: bool, wanted: Format) -> QuantisedWeight:
+def first_of(sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Those that layers are given: as many tokens as tell enough of them."""
+    ends = itertools.accumulate(map(len, sequences))
+    return [ids for ids, end in zip(sequences, ends, strict=True) if end - len(ids) < ENOUGH]
+
+
+def table(model: Decoder, walk: Walk, tied: bool, wanted: Format) -> Int4Weight:
     """Round the head by what the last norm gives it; if it is the embedding table, too, by as much for its own sake."""
     assert model.head is not None
     inputs = Inputs(model.head.handle.weight.shape[1], every=1 << 30)
@@ -168,7 +194,9 @@ def table(model: Decoder, walk: Walk, tied: bool, wanted: Format) -> QuantisedWe
     squares = inputs.squares()
     if tied:
         squares = squares + squares.diagonal().median() * torch.eye(len(squares))
-    return compensated(model.head.handle.weight, squares, wanted)
+    found = compensated(model.head.handle.weight, squares, wanted)
+    assert isinstance(found, Int4Weight)
+    return found
 
 
 def scale(product: Product, inputs: Inputs, formats: Mapping[str, Format], result: Calibration) -> Tensor | None:

@@ -20,6 +20,9 @@ ROWS = 192
 LARGE = 4.0
 """Times the median size of the rows: what a larger one, such as the first token's, counts as."""
 
+Parts = tuple[tuple[str, int], ...]
+"""Checkpoint tensors and their rows, of which a matrix is made."""
+
 
 class Inputs:
     """What a matrix is multiplied by, over a text: sums over all rows, and a few of the rows themselves."""
@@ -79,7 +82,7 @@ def eight_bits(rows: Tensor, group: int) -> Tensor:
 class Product:
     """A matrix [out, in] of a layer, and the rows of what makes its inputs: those may be scaled, if it is, too."""
 
-    parts: tuple[tuple[str, int], ...]  # checkpoint tensors and their rows
+    parts: Parts
     held: Held
     makers: tuple[tuple[str, Tensor], ...] = field(default=())  # a norm, or a matrix's rows and their bias; by name
     repeats: int = 1  # heads that share the rows of a maker
