@@ -7,10 +7,15 @@ import torch
 from backends.cuda_interpreted import interpreted
 
 from anycore.contract import sampling
+from anycore.contract.check_masks import check_masked
 from anycore_cuda.kernels.masks import Places, constrain
 from anycore_cuda.kernels.sampling import choose
 
-interpreted()
+BACKEND = interpreted()
+
+
+def test_no_row_is_given_what_its_mask_forbids() -> None:
+    check_masked(BACKEND)
 
 
 @pytest.mark.parametrize("vocab", [31, 64, 4097])
