@@ -152,6 +152,48 @@ def test_what_the_header_says_is_refused_or_known(
         locate(str(path)).config()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("llama.embedding_length", "x", "embedding_length = x, which must be a whole number"),
+        ("llama.attention.head_count", 0, "head_count = 0, which must be a whole number"),
+        ("llama.attention.head_count_kv", ["a", "a"], "head_count_kv = a, which must be a whole number"),
+        ("llama.block_count", 1.5, "block_count = 1.5, which must be a whole number"),
+        ("tokenizer.ggml.token_type", 3, "token_type = 3, which must be a list"),
+        ("tokenizer.ggml.eos_token_id", [1, 2], r"eos_token_id = \[1, 2\], which must be a token id"),
+        ("tokenizer.ggml.tokens", "x", "tokens must be a list of more than"),
+        ("tokenizer.ggml.tokens", ["a"], "tokens must be a list of more than"),
+        ("tokenizer.ggml.tokens", None, "tokens must be a list of more than"),
+    ],
+)
+def test_o11_numbers_of_another_kind_are_named(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0][key]
+        kinds = {str: "STRING", int: "UINT32", float: "FLOAT32", list: "ARRAY"}
+        if value is not None:
+            writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
+
+    path = write_gguf(make("llama", tmp_path), tmp_path / "tiny.gguf", edit=change)
+    with pytest.raises(WeightsError, match=message):
+        locate(str(path)).config()
+
+
+def test_a_gemma_may_say_of_each_layer_whether_it_is_windowed(tmp_path: Path) -> None:
+    key = "gemma3.attention.sliding_window_pattern"
+    path = write_gguf(make("gemma3", tmp_path), tmp_path / "tiny.gguf", edit=lambda w: w.add_array(key, [False, True]))
+    assert locate(str(path)).config()["layer_types"] == ["full_attention", "sliding_attention"]
+
+
+def test_a_bert_that_is_causal_is_refused(tmp_path: Path) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["bert.attention.causal"]
+        writer.add_causal_attention(True)
+
+    path = write_gguf(tiny.tiny_bert(tmp_path / "hf"), tmp_path / "tiny.gguf", edit=change)
+    with pytest.raises(Unsupported, match=r"attention\.causal = True"):
+        locate(str(path)).config()
+
+
 def test_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
     writer.write_header_to_file()

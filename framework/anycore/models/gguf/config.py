@@ -68,9 +68,12 @@ def config_of(file: GgufFile) -> Config:
 def special_ids(file: GgufFile) -> Config:
     """Return the ids of the special tokens; several that end a text become a list."""
     ends = [file.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    controls = [i for i, kind in enumerate(file.get("tokenizer.ggml.token_type", [])) if kind == CONTROL]
+    controls = [i for i, kind in enumerate(file.listed("tokenizer.ggml.token_type")) if kind == CONTROL]
     words = file.words("tokenizer.ggml.tokens", controls) if controls else []
     ends += [i for i, word in zip(controls, words, strict=True) if word in END_OF_TURN]
+    for name, i in zip(("eos", "eot", "eom"), ends, strict=False):
+        if not isinstance(i, int | None):
+            raise file.odd(f"tokenizer.ggml.{name}_token_id", i, "a token id")
     unique = list(dict.fromkeys(i for i in ends if i is not None))
     return {
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
@@ -107,8 +110,11 @@ def _gemma3(file: GgufFile) -> Config:
     """Gemma 3 text. What the header leaves out is the same in every Gemma 3: pattern, local base, scale."""
     config = _decoder(file, "Gemma3ForCausalLM", "gemma3_text")
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    pattern = file.get("gemma3.attention.sliding_window_pattern", 6)
-    kinds = ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(layers)]
+    key = "gemma3.attention.sliding_window_pattern"  # how often a layer sees all, or whether each is windowed
+    windowed = file.get(key)
+    if not isinstance(windowed, list):
+        windowed = [bool((i + 1) % file.whole(key, 6)) for i in range(layers)]
+    kinds = ["sliding_attention" if each else "full_attention" for each in windowed]
     largest = layers == 62  # the 27B model scales by the width per head, the others by the head size
     local = {"rope_type": "default", "rope_theta": file.get("gemma3.rope.freq_base_swa", 10000.0)}
     return config | {
@@ -126,6 +132,7 @@ def _gemma3(file: GgufFile) -> Config:
 def _bert(file: GgufFile) -> Config:
     """BERT with its own tokenizer; RoBERTa's kin share the name but keep their positions in another way."""
     _expect(file, "tokenizer.ggml.model", file.need("tokenizer.ggml.model"), "bert")
+    _expect(file, "bert.attention.causal", bool(file.get("bert.attention.causal", False)), False)
     if file.get("bert.pooling_type") == SCORE:
         raise _unsupported(
             file, "is a BERT reranker, and GGUF leaves out a layer of its head; use its safetensors folder"
@@ -159,8 +166,8 @@ def _decoder(file: GgufFile, name: str, model_type: str) -> Config:
     """What all decoders share."""
     kind = file.architecture
     heads = _same(file, f"{kind}.attention.head_count")
-    hidden = file.need(f"{kind}.embedding_length")
-    head_dim = file.get(f"{kind}.attention.key_length", hidden // heads)
+    hidden = file.whole(f"{kind}.embedding_length")
+    head_dim = file.whole(f"{kind}.attention.key_length", hidden // heads)
     _expect(file, f"{kind}.attention.value_length", file.get(f"{kind}.attention.value_length", head_dim), head_dim)
     _expect(file, f"{kind}.expert_count", file.get(f"{kind}.expert_count", 0), 0)
     _expect(file, f"{kind}.attention.causal", file.get(f"{kind}.attention.causal", True), True)
@@ -169,7 +176,7 @@ def _decoder(file: GgufFile, name: str, model_type: str) -> Config:
         "model_type": model_type,
         "hidden_size": hidden,
         "intermediate_size": _same(file, f"{kind}.feed_forward_length"),
-        "num_hidden_layers": file.need(f"{kind}.block_count"),
+        "num_hidden_layers": file.whole(f"{kind}.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _same(file, f"{kind}.attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -235,13 +242,15 @@ def _llama3_scaling(file: GgufFile, factors: np.ndarray[Any, Any], theta: float,
     raise _unsupported(file, "holds rotary factors (rope_freqs.weight) that are not Llama 3's scaling")
 
 
-def _same(file: GgufFile, key: str, default: Any = None) -> Any:
+def _same(file: GgufFile, key: str, default: int | None = None) -> int:
     """Return a number that may be written per layer, which must then be the same for all."""
     value = file.need(key) if default is None else file.get(key, default)
     if isinstance(value, list):
         if len(set(value)) != 1:
             raise _unsupported(file, f"varies {key} from layer to layer: {value}")
-        return value[0]
+        value = value[0]
+    if not isinstance(value, int) or value < 1:
+        raise file.odd(key, value, "a whole number above 0")
     return value
 
 

@@ -83,11 +83,36 @@ class GgufFile:
             raise WeightsError(f"{self.path} says nothing about {key}, which a model of its kind needs")
         return self.get(key)
 
+    def whole(self, key: str, default: Any = None) -> int:
+        """Return a count of the header, which must be there if there is no default.
+
+        Raises:
+            WeightsError: it is something else.
+        """
+        value = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.odd(key, value, "a whole number above 0")
+        return value
+
+    def listed(self, key: str) -> list[Any]:
+        """Return an array of the header; empty if there is none."""
+        value = self.get(key, [])
+        if not isinstance(value, list):
+            raise self.odd(key, value, "a list")
+        return value
+
+    def odd(self, key: str, value: Any, wanted: str) -> WeightsError:
+        return WeightsError(f"{self.path} says {key} = {str(value)[:80]}, which must be {wanted}")
+
     def words(self, key: str, wanted: Iterable[int]) -> list[str]:
         """Return the texts at some places of an array of texts, without decoding the others."""
-        _, offset = self._values[key]
+        kind, offset = self._values.get(key, (None, 0))
+        inner, count = struct.unpack_from("<IQ", self.data, offset) if kind == ARRAY else (None, 0)
+        places = list(wanted)
+        if inner != STRING or max(places, default=-1) >= count:
+            raise WeightsError(f"{self.path}: {key} must be a list of more than {max(places, default=-1)} texts")
         offsets = self._text_offsets(offset)
-        return [self._string(offsets[i])[0] for i in wanted]
+        return [self._string(offsets[i])[0] for i in places]
 
     def raw(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return the stored bytes of a tensor, one row per row of it; nothing is copied."""
