@@ -14,6 +14,7 @@ from anycore.engine.admission import Admission, sequences_of
 from anycore.engine.beams import Branch
 from anycore.engine.blocks import BlockPool
 from anycore.engine.grammar import Grammars, GrammarState
+from anycore.engine.launched import Launched, Results, Vector
 from anycore.engine.pace import Pace
 from anycore.engine.pooling import finish_scores, finish_vector
 from anycore.engine.request import (
@@ -27,7 +28,7 @@ from anycore.engine.request import (
     Stats,
     Status,
 )
-from anycore.engine.runner import Launched, Results, Runner, Vector
+from anycore.engine.runner import Runner
 from anycore.engine.scheduler import Scheduler
 from anycore.engine.searches import MOMENT, Search, Texts, needs_texts
 from anycore.errors import (

@@ -7,31 +7,27 @@ as the forward pass: then `launch` may put sampling off until `sample` is called
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from anycore.contract.backend import Backend, Download, Limits, StepOutput, WholeStep
+from anycore.contract.backend import Backend, Limits, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.declare import Task
 from anycore.contract.desk import Desk
 from anycore.contract.sampling import report
 from anycore.engine import alternatives
-from anycore.engine.alternatives import Asking, asking
-from anycore.engine.beams import Branch
+from anycore.engine.alternatives import asking
 from anycore.engine.building import BatchBuilder, extended
-from anycore.engine.decodes import Array
+from anycore.engine.launched import Launched, Results, Wanted
 from anycore.engine.request import Request, TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.scheduler import NONE, Entry, Step
 from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
-
-Vector = np.ndarray[Any, np.dtype[np.float32]]
 
 LOGIT_ROWS = 64
 """Prompt log-probabilities are taken this many rows at a time, so that [rows, V] tables stay small."""
@@ -50,53 +46,6 @@ class Model(Protocol):
     def logits(self, rows: Tensor) -> Tensor: ...
     def score(self, rows: Tensor) -> Tensor: ...
     def project(self, vectors: Tensor) -> Tensor: ...
-
-
-@dataclass
-class Wanted:
-    """The rows of a step whose hidden states are needed, and whose they are. Sampled rows come first."""
-
-    rows: Array
-    sampled: list[Request] = field(default_factory=list)  # one row each
-    seats: Array = field(default_factory=lambda: NONE)  # of those sampled
-    prompt: list[tuple[Request, int, int]] = field(default_factory=list)  # prompt scores: request, position, rows
-    pooled: list[Request] = field(default_factory=list)
-    asking: Asking = field(default_factory=Asking)  # of those sampled
-    only_sampled: bool = False  # every request of the step has a token sampled
-
-
-@dataclass
-class Launched:
-    """A step under way. `arrive` waits for tensors on the host: `further` ones of `alternatives`, those of the samples,
-    and the pooled values. It is there once the step is sampled.
-    """
-
-    step: Step
-    wanted: Wanted
-    output: StepOutput
-    pooled: list[Tensor] = field(default_factory=list)
-    further: int = 0
-    arrive: Download = list
-    taken: Future[None] | None = None  # by grammars: what the step was sampled for those rows that keep to one
-
-    def ids(self) -> list[int]:
-        """Wait for the sampled ids, on whichever thread."""
-        first = self.arrive()[self.further]
-        ids: list[int] = (first if first.dim() == 1 else first[0]).tolist()
-        return ids
-
-
-@dataclass(slots=True)
-class Results:
-    """What a step brought. Lists of what was sampled are in the order of `sampled`; others name the request."""
-
-    sampled: list[Request] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    finite: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # None for those that did not ask
-    branches: dict[Request, list[Branch]] = field(default_factory=dict)  # of steps of beam searches
-    prompt: list[tuple[Request, int, list[TokenLogprob]]] = field(default_factory=list)  # from the row at a position on
-    pooled: list[tuple[Request, Vector, bool]] = field(default_factory=list)  # vector or labels' logits, all finite
 
 
 class Runner:
