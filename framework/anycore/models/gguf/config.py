@@ -73,7 +73,7 @@ def special_ids(file: GgufFile) -> Config:
     ends += [i for i, word in zip(controls, words, strict=True) if word in END_OF_TURN]
     for name, i in zip(("eos", "eot", "eom"), ends, strict=False):
         if not isinstance(i, int | None):
-            raise file.odd(f"tokenizer.ggml.{name}_token_id", i, "a token id")
+            file.refuse(f"tokenizer.ggml.{name}_token_id", i, "a token id")
     unique = list(dict.fromkeys(i for i in ends if i is not None))
     return {
         "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
@@ -250,7 +250,7 @@ def _same(file: GgufFile, key: str, default: int | None = None) -> int:
             raise _unsupported(file, f"varies {key} from layer to layer: {value}")
         value = value[0]
     if not isinstance(value, int) or value < 1:
-        raise file.odd(key, value, "a whole number above 0")
+        file.refuse(key, value, "a whole number above 0")
     return value
 
 

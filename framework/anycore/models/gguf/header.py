@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -91,18 +91,18 @@ class GgufFile:
         """
         value = self.need(key) if default is None else self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.odd(key, value, "a whole number above 0")
+            self.refuse(key, value, "a whole number above 0")
         return value
 
     def listed(self, key: str) -> list[Any]:
         """Return an array of the header; empty if there is none."""
         value = self.get(key, [])
         if not isinstance(value, list):
-            raise self.odd(key, value, "a list")
+            self.refuse(key, value, "a list")
         return value
 
-    def odd(self, key: str, value: Any, wanted: str) -> WeightsError:
-        return WeightsError(f"{self.path} says {key} = {str(value)[:80]}, which must be {wanted}")
+    def refuse(self, key: str, value: Any, wanted: str) -> NoReturn:
+        raise WeightsError(f"{self.path} says {key} = {str(value)[:80]}, which must be {wanted}")
 
     def words(self, key: str, wanted: Iterable[int]) -> list[str]:
         """Return the texts at some places of an array of texts, without decoding the others."""
