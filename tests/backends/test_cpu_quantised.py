@@ -89,6 +89,21 @@ def test_a_row_never_feels_its_company(kernels: Kernels) -> None:
                 assert torch.equal(alone, together[first : first + rows]), f"{name(weight)}, {rows} rows"
 
 
+def test_blocks_of_rows_and_slices_of_panels_change_nothing(kernels: Kernels) -> None:
+    """More rows than a task has, more inputs than the first cache holds, more panels than one after the other."""
+    x, generator = normal(0, 270, 1100), torch.Generator().manual_seed(0)
+    for make, group in ((int8_weight, 64), (int8_weight, 1100), (int4_weight, 64)):
+        weight = make((330, 1100), group, torch.bfloat16, generator)
+        matrix = quantised.pack(kernels, weight)
+        together = quantised.linear(kernels, x, matrix, None, wide=True)
+        for first, rows in ((0, 1), (250, 13), (237, 33)):
+            alone = quantised.linear(kernels, x[first : first + rows], matrix, None, wide=True)
+            assert torch.equal(alone, together[first : first + rows]), f"{name(weight)}, {rows} rows"
+        exact = rounded(x[:5], group) @ exact_rows(weight).T
+        slack = x[:5].double().abs() @ uncertain(weight).T + 1e-3
+        assert bool(((together[:5].double() - exact).abs() <= slack).all()), name(weight)
+
+
 def test_all_levels_agree() -> None:
     """What is rounded is rounded alike; only the last bits of float sums differ."""
     x = normal(0, 40, 576)

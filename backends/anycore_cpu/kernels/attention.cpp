@@ -41,9 +41,9 @@ struct Softmax {
 INLINE Floats weight_of(Floats score, float) { return exp(score); }
 INLINE Floats weight_of(Floats score, bf16) { return exp_roughly(score); }
 
-// Scores [from, to) of a tile become weights, all others 0; returns what earlier sums are multiplied by.
-template <class T>
-float weigh(const Attention& a, float* scores, long from, long to, long padded, Softmax& state, T* weights) {
+// Scores [from, to) of a tile become weights, all others 0; returns what earlier sums are multiplied by. T: of the model.
+template <class T, class Weight>
+float weigh(const Attention& a, float* scores, long from, long to, long padded, Softmax& state, Weight* weights) {
     const auto inside = [&](long j) {
         Ints lane;
         for (int i = 0; i < LANES; i++) lane[i] = i;
@@ -63,10 +63,10 @@ float weigh(const Attention& a, float* scores, long from, long to, long padded, 
     }
     const float found = largest(top);
     if (found == NEVER) {
-        for (long j = 0; j < padded; j++) weights[j] = T{};
+        for (long j = 0; j < padded; j++) weights[j] = Weight{};
         return 1;
     }
-    for (long j = 0; j < begin; j++) weights[j] = T{};
+    for (long j = 0; j < begin; j++) weights[j] = Weight{};
     const float scale = a.softcap != 0 ? 1 : a.scale;
     Floats total{};
     long j = begin;
@@ -76,7 +76,7 @@ float weigh(const Attention& a, float* scores, long from, long to, long padded, 
         total += weight;
         store(weights + j, weight);
     }
-    for (; j < padded; j++) weights[j] = T{};
+    for (; j < padded; j++) weights[j] = Weight{};
     const float factor = state.top == NEVER ? 0 : std::exp(state.top - found);
     state.total = state.total * factor + sum(total);
     state.top = found;
@@ -194,7 +194,7 @@ void attend_one(const Attention& a, const Task& task, float* parts) {
             });
         for (long h = 0; h < group; h++) {
             float* row = scores + h * TILE;
-            scale_row(out + h * dim, dim, weigh(a, row, 0, count, count, states[h], row));
+            scale_row(out + h * dim, dim, weigh<T>(a, row, 0, count, count, states[h], row));
         }
         for (long h = 0; h < group; h += HEADS_AT_ONCE)
             with_heads(std::min<long>(HEADS_AT_ONCE, group - h), [&](auto heads) {
@@ -235,13 +235,49 @@ void join(const Attention& a, const Task* first, const Task* last, float* parts)
 
 // ---- several rows: keys and values in panels -------------------------------------------------------------------------
 
-// 32 keys, fewer at the end of a tile, as columns: what is missing is 0.
-void pack_keys(const float* const* keys, long count, long dim, long, float* panel) {
-    for (long c = 0; c < COLUMNS; c++)
-        for (long d = 0; d < dim; d++) panel[d * COLUMNS + c] = c < count ? keys[c][d] : 0;
+// What several rows are multiplied in: bf16 where products take it as it is, else float, widened once and not at each step.
+#if defined(__AMX_BF16__) || defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16)
+template <class T>
+using Factor = T;
+#else
+template <class T>
+using Factor = float;
+#endif
+
+// Rows that pass from scores to sums while these stay in the first cache; AMX would have to shape its tiles each time.
+constexpr long SOME = IN_TILES<Factor<bf16>> ? ROWS : 24;
+
+template <int STEP, int... I>
+INLINE void exchange(Floats& a, Floats& b, std::integer_sequence<int, I...>) {
+    const Floats first = a;
+    a = __builtin_shufflevector(first, b, (I & STEP ? I - STEP + LANES : I)...);
+    b = __builtin_shufflevector(first, b, (I & STEP ? I + LANES : I + STEP)...);
 }
 
-void pack_keys(const bf16* const* keys, long count, long dim, long padded, bf16* panel) {
+// Lane j of row i goes to lane i of row j.
+template <int STEP = LANES / 2>
+INLINE void transpose(Floats* rows) {
+    for (int i = 0; i < LANES; i++)
+        if (!(i & STEP)) exchange<STEP>(rows[i], rows[i + STEP], std::make_integer_sequence<int, LANES>());
+    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
+}
+
+// 32 keys, fewer at the end of a tile, as columns: what is missing is 0.
+template <class T>
+void pack_keys(const T* const* keys, long count, long dim, long, float* panel) {
+    const long whole = dim / LANES * LANES;
+    for (long c = 0; c < COLUMNS; c += LANES)
+        for (long d = 0; d < whole; d += LANES) {
+            Floats rows[LANES];
+            for (int i = 0; i < LANES; i++) rows[i] = c + i < count ? load(keys[c + i] + d) : Floats{};
+            transpose(rows);
+            for (int i = 0; i < LANES; i++) store(panel + (d + i) * COLUMNS + c, rows[i]);
+        }
+    for (long d = whole; d < dim; d++)
+        for (long c = 0; c < COLUMNS; c++) panel[d * COLUMNS + c] = c < count ? widen(keys[c][d]) : 0;
+}
+
+[[maybe_unused]] void pack_keys(const bf16* const* keys, long count, long dim, long padded, bf16* panel) {
     auto* pairs = reinterpret_cast<uint32_t*>(panel);
     for (long c = 0; c < COLUMNS; c++) {
         long d = 0;
@@ -251,12 +287,17 @@ void pack_keys(const bf16* const* keys, long count, long dim, long padded, bf16*
 }
 
 // 32 columns of the values of a tile, of which `columns` there are.
-void pack_values(const float* const* values, long count, long, long from, long columns, float* panel) {
-    for (long j = 0; j < count; j++)
-        for (long c = 0; c < COLUMNS; c++) panel[j * COLUMNS + c] = c < columns ? values[j][from + c] : 0;
+template <class T>
+void pack_values(const T* const* values, long count, long, long from, long columns, float* panel) {
+    for (long j = 0; j < count; j++, panel += COLUMNS) {
+        long c = 0;
+        for (; c + LANES <= columns; c += LANES) store(panel + c, load(values[j] + from + c));
+        for (; c < COLUMNS; c++) panel[c] = c < columns ? widen(values[j][from + c]) : 0;
+    }
 }
 
-void pack_values(const bf16* const* values, long count, long padded, long from, long columns, bf16* panel) {
+[[maybe_unused]] void pack_values(const bf16* const* values, long count, long padded, long from, long columns,
+                                  bf16* panel) {
     static const bf16 nothing[COLUMNS] = {};
     for (long j = 0; j < padded; j += 2) {
         const bf16* even = j < count ? values[j] + from : nothing;
@@ -270,57 +311,72 @@ void pack_values(const bf16* const* values, long count, long padded, long from, 
     }
 }
 
+// One head of the queries of a task, side by side.
+template <class T>
+void copy_queries(const Attention& a, const Task& task, long group, long inputs, Factor<T>* to) {
+    const long dim = a.head_dim;
+    const T* q = static_cast<const T*>(a.q) + task.first_row * a.q_stride + task.head * group * dim;
+    for (long r = 0; r < task.rows * group; r++, to += inputs) {
+        const T* from = q + r / group * a.q_stride + r % group * dim;
+        if constexpr (sizeof(T) == sizeof(Factor<T>)) {
+            std::copy_n(from, dim, to);
+        } else {
+            long d = 0;
+            for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d));
+            for (; d < dim; d++) to[d] = widen(from[d]);
+        }
+        std::fill_n(to + dim, inputs - dim, Factor<T>{});
+    }
+}
+
 template <class T>
 void attend_several(const Attention& a, const Task& task) {
+    using F = Factor<T>;
+    constexpr bool IN_PLACE = sizeof(F) == sizeof(float);  // weights take the place of scores
     const long dim = a.head_dim, group = a.heads / a.kv_heads, rows = task.rows * group;
-    const long inputs = padded_inputs<T>(dim), width = (dim + COLUMNS - 1) / COLUMNS * COLUMNS;
+    const long inputs = padded_inputs<F>(dim), width = (dim + COLUMNS - 1) / COLUMNS * COLUMNS;
     const long length = a.lengths[task.request];
     const long position = task.first_row - a.starts[task.request + 1] + length;  // of the first row
     static thread_local Scratch scratch;
-    scratch.reserve(sizeof(float) * static_cast<size_t>(rows * (width + TILE)) +
-                        sizeof(T) * static_cast<size_t>(rows * (inputs + TILE) + COLUMNS * (inputs + TILE)) +
+    scratch.reserve(sizeof(float) * static_cast<size_t>(rows * width + SOME * TILE) +
+                        sizeof(F) * static_cast<size_t>(rows * inputs + SOME * TILE + TILE * (inputs + width)) +
                         sizeof(Places<T>) + sizeof(Softmax) * static_cast<size_t>(rows) +
                         sizeof(T) * static_cast<size_t>(Places<T>::room(a)), 9);
     float* out = scratch.take<float>(rows * width);
-    float* scores = scratch.take<float>(rows * TILE);
-    T* copy = scratch.take<T>(rows * inputs);
-    T* weights = scratch.take<T>(rows * TILE);
-    T* key_panel = scratch.take<T>(COLUMNS * inputs);
-    T* value_panel = scratch.take<T>(COLUMNS * TILE);
+    float* scores = scratch.take<float>(SOME * TILE);
+    F* q = scratch.take<F>(rows * inputs);
+    F* weights = scratch.take<F>(IN_PLACE ? 0 : SOME * TILE);
+    F* key_panels = scratch.take<F>(TILE * inputs);
+    F* value_panels = scratch.take<F>(TILE * width);
     auto& places = *scratch.take<Places<T>>(1);
     auto* states = scratch.take<Softmax>(rows);
     T* opened = scratch.take<T>(Places<T>::room(a));
+    if constexpr (IN_PLACE) weights = scores;
     std::fill_n(states, rows, Softmax{});
-    const T* q = static_cast<const T*>(a.q) + task.first_row * a.q_stride + task.head * group * dim;
-    long q_stride = a.q_stride;
-    if (group > 1 || inputs > dim) {
-        for (long r = 0; r < rows; r++) {
-            std::copy_n(q + r / group * a.q_stride + r % group * dim, dim, copy + r * inputs);
-            std::fill_n(copy + r * inputs + dim, inputs - dim, T{});
-        }
-        q = copy, q_stride = inputs;
-    }
+    copy_queries<T>(a, task, group, inputs, q);
     for (long first = task.first_key; first < task.last_key; first += TILE) {
         const bool begun = first > task.first_key;  // something is in `out` already
         const long count = std::min(TILE, task.last_key - first);
-        const long padded = padded_inputs<T>(count);
+        const long padded = padded_inputs<F>(count);
         places.find(a, task, first, count, opened);
-        for (long c = 0; c < count; c += COLUMNS) {
-            pack_keys(places.keys + c, std::min<long>(COLUMNS, count - c), dim, inputs, key_panel);
-            multiply(rows, q, q_stride, key_panel, inputs, scores + c, TILE, false);
-        }
-        for (long r = 0; r < rows; r++) {
-            const long at = position + r / group;
-            const long from = std::max(0L, first_key(a, at) - first);
-            const long to = std::min(count, last_key(a, at, length) - first);
-            const float factor =
-                weigh(a, scores + r * TILE, std::min(from, count), std::max(to, 0L), padded, states[r],
-                      weights + r * TILE);
-            if (begun) scale_row(out + r * width, width, factor);
-        }
-        for (long c = 0; c < dim; c += COLUMNS) {
-            pack_values(places.values, count, padded, c, std::min<long>(COLUMNS, dim - c), value_panel);
-            multiply(rows, weights, TILE, value_panel, padded, out + c, width, begun);
+        for (long c = 0; c < count; c += COLUMNS)
+            pack_keys(places.keys + c, std::min<long>(COLUMNS, count - c), dim, inputs, key_panels + c * inputs);
+        for (long c = 0; c < dim; c += COLUMNS)
+            pack_values(places.values, count, padded, c, std::min<long>(COLUMNS, dim - c), value_panels + c * TILE);
+        for (long row = 0; row < rows; row += SOME) {
+            const long some = std::min(SOME, rows - row);
+            for (long c = 0; c < count; c += COLUMNS)
+                multiply(some, q + row * inputs, inputs, key_panels + c * inputs, inputs, scores + c, TILE, false);
+            for (long r = 0; r < some; r++) {
+                const long at = position + (row + r) / group;
+                const long from = std::max(0L, first_key(a, at) - first);
+                const long to = std::min(count, last_key(a, at, length) - first);
+                const float factor = weigh<T>(a, scores + r * TILE, std::min(from, count), std::max(to, 0L), padded,
+                                              states[row + r], weights + r * TILE);
+                if (begun) scale_row(out + (row + r) * width, width, factor);
+            }
+            for (long c = 0; c < dim; c += COLUMNS)
+                multiply(some, weights, TILE, value_panels + c * TILE, padded, out + row * width + c, width, begun);
         }
     }
     for (long r = 0; r < rows; r++) {

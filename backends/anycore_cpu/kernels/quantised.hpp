@@ -77,11 +77,33 @@ struct RoundedRows {
 
 void round_row(const Quantised& matrix, const bf16* x, long row, const RoundedRows& rounded);
 
+// How panels pass by: whether this one comes from memory, and how many bytes behind it the next one lies; 0: none does.
+struct Passing {
+    bool cold;
+    long next;
+};
+
+// What is done to rows first … first + count of a product once their sums are whole: they are then still at hand.
+class Finish {
+public:
+    template <class Work>
+    explicit Finish(const Work& work)
+        : work_(&work), call_([](const void* it, long first, long count) { (*static_cast<const Work*>(it))(first, count); }) {}
+
+    void operator()(long first, long count) const { call_(work_, first, count); }
+
+private:
+    const void* work_;
+    void (*call_)(const void*, long, long);
+};
+
 // sums[count][32] = rows first … first + count of `rounded` times a panel.
-void multiply_dots(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums);
+void multiply_dots(const Panel& panel, const RoundedRows& rounded, long first, long count, Passing passing,
+                   float* sums, const Finish& finish);
 
 #if defined(__AMX_INT8__)
-void multiply_tiles(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums);
+void multiply_tiles(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums,
+                    const Finish& finish);
 #endif
 
 INLINE Floats add_group(Floats sum, Ints dots, Floats scale, float row_scale) {

@@ -10,21 +10,32 @@
 namespace anycore {
 namespace {
 
-constexpr long ROWS = 128;              // of a task: they stay in a core's cache while a panel passes by
-constexpr long ROUNDED = 512;           // at a time, so that they take little memory
+constexpr long ROWS = 256;              // of a task: they stay in a core's second cache while panels pass by
+constexpr long RUN = 8;                 // panels of a task at most
+constexpr long TASKS = 4;               // of each thread, before any has more than one panel
+constexpr long ROUNDED = 512;           // rows at a time, so that they take little memory
 constexpr long SERIAL = 1L << 19;       // products that are done before another thread has woken up
 constexpr long SERIAL_ROWS = 1L << 15;  // numbers that are rounded before another thread has
 [[maybe_unused]] constexpr long TILE_ROWS = 8;  // fewer are multiplied sooner by dot products: the results are equal
 
-void multiply_panel(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums) {
+void multiply_panel(const Panel& panel, const RoundedRows& rounded, long first, long count, Passing passing,
+                    float* sums, const Finish& finish) {
 #if defined(__AMX_INT8__)
-    if (count >= TILE_ROWS) return multiply_tiles(panel, rounded, first, count, sums);
+    if (count >= TILE_ROWS) return multiply_tiles(panel, rounded, first, count, sums, finish);
 #endif
-    multiply_dots(panel, rounded, first, count, sums);
+    multiply_dots(panel, rounded, first, count, passing, sums, finish);
 }
 
 template <class Out>
 void finish(const float* sums, long rows, long columns, float factor, const bf16* bias, Out* out, long stride) {
+    if (columns == COLUMNS) {
+        constexpr int VECTORS = COLUMNS / LANES;
+        Floats added[VECTORS];
+        for (int v = 0; v < VECTORS; v++) added[v] = bias ? load(bias + v * LANES) : all(-0.0f);
+        for (long r = 0; r < rows; r++, sums += COLUMNS, out += stride)
+            for (int v = 0; v < VECTORS; v++) store(out + v * LANES, load(sums + v * LANES) * factor + added[v]);
+        return;
+    }
     for (long r = 0; r < rows; r++, sums += COLUMNS, out += stride) {
         long c = 0;
         for (; c + LANES <= columns; c += LANES) {
@@ -55,18 +66,28 @@ void some_rows(const Quantised& matrix, const bf16* x, long rows, long stride, c
         for (long r = rows; r < lined; r++) rounded.scales[g * lined + r] = rounded.totals[g * lined + r] = 0;
 
     const long panels = matrix.panels(), blocks = (rows + ROWS - 1) / ROWS;
+    const bool serial = rows * width * matrix.outputs < SERIAL;
+    const long shared = serial ? 1 : TASKS * thread_count();
+    const long run = std::max(1L, std::min(RUN, panels * blocks / shared)), runs = (panels + run - 1) / run;
     const auto task = [&](long index) {
-        const long panel = index % panels, first = index / panels * ROWS;
-        const long count = std::min(ROWS, rows - first), column = panel * COLUMNS;
+        index = runs * blocks - 1 - index;  // they are taken from the last one on
+        const long first = index / runs * ROWS, begin = index % runs * run, end = std::min(panels, begin + run);
+        const long count = std::min(ROWS, rows - first);
         alignas(64) float sums[ROWS * COLUMNS];
-        multiply_panel(Panel(matrix, panel), rounded, first, count, sums);
-        finish(sums, count, std::min<long>(COLUMNS, matrix.outputs - column), matrix.factor,
-               bias ? bias + column : nullptr, out + first * matrix.outputs + column, matrix.outputs);
+        for (long panel = begin; panel < end; panel++) {
+            const long column = panel * COLUMNS, columns = std::min<long>(COLUMNS, matrix.outputs - column);
+            const auto done = [&](long row, long some) {
+                finish(sums + row * COLUMNS, some, columns, matrix.factor, bias ? bias + column : nullptr,
+                       out + (first + row) * matrix.outputs + column, matrix.outputs);
+            };
+            const Passing passing = {panel == begin, panel + 1 < end ? matrix.panel() : 0};
+            multiply_panel(Panel(matrix, panel), rounded, first, count, passing, sums, Finish(done));
+        }
     };
-    if (rows * width * matrix.outputs < SERIAL)
-        for (long i = 0; i < panels * blocks; i++) task(i);
+    if (serial)
+        for (long i = 0; i < runs * blocks; i++) task(i);
     else
-        parallel_for(panels * blocks, task);
+        parallel_for(runs * blocks, task);
 }
 
 template <class Out>

@@ -21,7 +21,7 @@ void pack_column(const Quantised& matrix, const uint8_t* row, uint8_t* panel, lo
     const long padded = matrix.padded();
     const auto number = [&](long k) { return k < matrix.inputs ? row[k] : uint8_t{0}; };
     if (matrix.bits == 8) {
-        for (long k = 0; k < padded; k++) panel[place(matrix, k, column)] = number(k);
+        for (long k = 0; k < padded; k++) panel[place(matrix, k, column)] = number(k) ^ STORED_OFFSET;
     } else {
         for (long k = 0; k < padded; k += 8)
             for (int i = 0; i < 4; i++)
@@ -50,7 +50,7 @@ void unpack_row(const Quantised& matrix, long row, Out* out) {
         const float minimum = matrix.minimums ? panel.minimum(g, first)[lane] * matrix.factor : 0;
         for (const long end = std::min<long>(matrix.inputs, k + panel.span); k < end; k++) {
             const uint8_t bits = panel.numbers[place(matrix, k, column)];
-            const int number = matrix.bits == 8 ? static_cast<int8_t>(bits) : (upper_half(k) ? bits >> 4 : bits & 15) - 8;
+            const int number = matrix.bits == 8 ? static_cast<int8_t>(bits ^ STORED_OFFSET) : (upper_half(k) ? bits >> 4 : bits & 15) - 8;
             store_one(out + k, static_cast<float>(number) * scale - minimum);
         }
     }

@@ -109,12 +109,14 @@ void multiply_block(const Panel& panel, const uint8_t* bytes, const RoundedRows&
 
 }  // namespace
 
-void multiply_tiles(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums) {
+void multiply_tiles(const Panel& panel, const RoundedRows& rounded, long first, long count, float* sums,
+                    const Finish& finish) {
     const uint8_t* bytes = panel.bits == 8 ? panel.numbers : unpacked(panel);
     for (long r = 0; r < count; r += 32) {
         const int some = static_cast<int>(std::min(32L, count - r));
         if (r == 0 || some < 32) shape_tiles(std::min(16, some), some - 16, static_cast<int>(panel.step));
         multiply_block(panel, bytes, rounded, first + r, some, sums + r * COLUMNS);
+        finish(r, some);
     }
     _tile_release();
 }

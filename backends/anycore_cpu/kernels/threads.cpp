@@ -189,8 +189,10 @@ void parallel_for(long count, void (*work)(void*, long), void* context) {
             return;
         }
     }
-    for (long i = 0; i < count; i++) work(context, i);
+    for (long i = count; i-- > 0;) work(context, i);  // as the pool takes them
 }
+
+long thread_count() { return wanted.load(); }
 
 }  // namespace anycore
 

@@ -8,6 +8,9 @@ namespace anycore {
 // threads at once, or within a call, the later one does all the work itself.
 void parallel_for(long count, void (*work)(void* context, long index), void* context);
 
+// How many threads it would be shared by.
+long thread_count();
+
 template <class Work>
 void parallel_for(long count, const Work& work) {
     parallel_for(

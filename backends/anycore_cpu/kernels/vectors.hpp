@@ -145,6 +145,16 @@ INLINE float sum(Floats value) {
 #endif
 }
 
+INLINE int32_t sum(Ints value) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(value));
+#else
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += value[i];
+    return total;
+#endif
+}
+
 INLINE float largest(Floats value) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps(reinterpret_cast<__m512>(value));
@@ -221,6 +231,13 @@ constexpr int WEIGHT_OFFSET = 128;
 constexpr int WEIGHT_OFFSET = 0;
 #endif
 
+// What bytes of weights in panels are more than they stand for. Tiles take signed ones.
+#if defined(__AMX_INT8__)
+constexpr int STORED_OFFSET = 0;
+#else
+constexpr int STORED_OFFSET = WEIGHT_OFFSET;
+#endif
+
 #if defined(__AVX512F__)
 using Register = __m512i;
 #elif defined(__AVX2__)
@@ -256,12 +273,16 @@ INLINE Bytes four_bytes(const int8_t* four) {
     return reinterpret_cast<Bytes>(bytes - Ints{});
 }
 
+// Weights as they lie in a panel → as `add_byte_products` takes them.
+INLINE Bytes ready_weights(Bytes weights) {
+    return STORED_OFFSET == WEIGHT_OFFSET ? weights : weights ^ static_cast<int8_t>(-128);
+}
+
 // total[i] + the products of four bytes of a row, -127 to 127, and bytes 4i to 4i + 3 of weights, -128 to 127. What is
 // summed over a row comes out too high by WEIGHT_OFFSET times the sum of the row.
-INLINE Ints add_byte_products(Ints total, const int8_t* row, Bytes weights) {
-    const Bytes bytes = four_bytes(row);
+INLINE Ints add_byte_products(Ints total, Bytes bytes, Bytes weights) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-    return add_fours(total, weights ^ static_cast<int8_t>(-128), bytes);
+    return add_fours(total, weights, bytes);
 #elif defined(__AVX2__)
     const Octets minus = reinterpret_cast<Octets>(weights < 0);  // goes to the row: -128 becomes the unsigned 128
     const auto turned = [minus](Bytes x) {
@@ -274,8 +295,6 @@ INLINE Ints add_byte_products(Ints total, const int8_t* row, Bytes weights) {
 }
 
 // The same with weights of 0 to 15, and the sum exact: they are the unsigned ones.
-INLINE Ints add_nibble_products(Ints total, const int8_t* row, Bytes weights) {
-    return add_fours(total, weights, four_bytes(row));
-}
+INLINE Ints add_nibble_products(Ints total, Bytes bytes, Bytes weights) { return add_fours(total, weights, bytes); }
 
 }  // namespace anycore
