@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
+from dataclasses import fields, is_dataclass
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from anycore.contract.declare import Probe
+from anycore.contract.declare import Device, Level, Probe, Support, Task
 
 T = TypeVar("T")
+
+ITEMS = {"str": str, "int": int, "float": float, "bool": bool, "Task": Task, "Level": Level, "Support": Support,
+         "Device": Device}  # fmt: skip
+"""What the fields of the contract's data classes are made of, by its name in their annotations."""
 
 
 def safe_probe(probe: Callable[[], Probe], seconds: float) -> Probe:
@@ -19,6 +24,7 @@ def safe_probe(probe: Callable[[], Probe], seconds: float) -> Probe:
         result = guarded(probe, seconds)
         if not isinstance(result, Probe):
             raise TypeError(f"the probe returned {type(result).__name__}, not a Probe")
+        check_fields(result)
         return result
     except Exception as error:
         return Probe(reason=describe(error), advice="This is a fault of the plugin's probe: report it to its authors.")
@@ -48,6 +54,36 @@ def guarded(work: Callable[[], T], seconds: float) -> T:
         if future.done():
             raise
         raise TimeoutError(f"did not answer within {seconds:g} s") from None
+
+
+def check_fields(value: Any) -> None:
+    """Check that a data class of the contract, which a plugin made, holds what its annotations say.
+
+    Raises:
+        TypeError: naming the field. Types are not enforced when it is made, and all who read it would fail.
+    """
+    for item in fields(value):
+        kind, given = str(item.type), getattr(value, item.name)
+        if not _fits(given, kind):
+            name = f"{type(value).__name__}.{item.name}"
+            raise TypeError(f"{name} must be {kind}, not {given!r}")
+        for each in given if isinstance(given, (tuple, list)) else ():
+            if is_dataclass(each):
+                check_fields(each)
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value is of a kind, as annotations have it. Lists pass for tuples; what is not known here passes."""
+    if kind.endswith(" | None"):
+        return value is None or _fits(value, kind.removesuffix(" | None"))
+    if kind.startswith("Callable"):
+        return callable(value)
+    if kind.startswith("tuple["):
+        inner = kind.removeprefix("tuple[").split(",")[0]
+        return isinstance(value, (tuple, list)) and all(_fits(each, inner) for each in value)
+    if kind in ("int", "float"):
+        return isinstance(value, (int, ITEMS[kind])) and not isinstance(value, bool)
+    return kind not in ITEMS or isinstance(value, ITEMS[kind])
 
 
 def sentence(text: str) -> str:

@@ -20,7 +20,7 @@ import pluggy
 from anycore import __version__, hookspecs
 from anycore.contract.declare import CONTRACT_VERSION, BackendSpec, Device, Probe, Support
 from anycore.errors import ConfigError, PluginError
-from anycore.guard import describe, guarded, safe_probe, sentence
+from anycore.guard import check_fields, describe, guarded, safe_probe, sentence
 
 if TYPE_CHECKING:
     from anycore.engine.request import RequestRecord
@@ -158,16 +158,20 @@ def _ask(entry: EntryPoint) -> Brought:
     for spec in specs:
         if not isinstance(spec, BackendSpec):
             raise TypeError(f"register_backends must return BackendSpec objects, not {type(spec).__name__}")
-        if not (isinstance(spec.api, tuple) and len(spec.api) == 2):
+        if not (isinstance(spec.api, tuple) and len(spec.api) == 2 and all(isinstance(n, int) for n in spec.api)):
             raise TypeError(f"backend {spec.name}: api must be a contract version such as (1, 0), not {spec.api!r}")
     others = (alone.hook.register_models, alone.hook.register_reply_formats, alone.hook.register_tools)
     models, formats, tools = ([item for items in ask() for item in items] for ask in others)
+    for hook, items in (("register_models", models), ("register_tools", tools)):
+        for item in items:
+            if not isinstance(getattr(item, "name", None), str):
+                raise TypeError(f"{hook} returned {type(item).__name__}, which has no name")
     return Brought(plugin, specs, models, formats, tools)
 
 
 def _check(spec: BackendSpec, known: Mapping[str, BackendSpec], origin: str) -> PluginFailure | None:
-    """Refuse a backend that was written for another contract, or whose name is taken or malformed."""
-    failure = partial(PluginFailure, spec.name, origin)
+    """Refuse a backend that was written for another contract, declares what is not of it, or whose name is taken."""
+    failure = partial(PluginFailure, str(spec.name), origin)
     package = origin.split()[0]
     ours, theirs = CONTRACT_VERSION, spec.api
     if theirs[0] != ours[0] or theirs[1] > ours[1]:
@@ -176,6 +180,10 @@ def _check(spec: BackendSpec, known: Mapping[str, BackendSpec], origin: str) -> 
             f"Install a version of {package} for contract {_version(ours)}"
             + (", or upgrade anycore." if theirs > ours else "."),
         )
+    try:
+        check_fields(spec)
+    except TypeError as error:
+        return failure(str(error), f"Repair or upgrade {package}, or leave it out with ANYCORE_PLUGINS.")
     if spec.name in known:
         return failure(
             f"the name is already taken by {known[spec.name].distribution}, which is kept",

@@ -19,7 +19,7 @@ from anycore.contract.declare import Task
 from anycore.contract.reference import pool
 from anycore.contract.sizes import KVSpec
 from anycore.engine.tasks import wanted_rows
-from anycore.errors import ConfigError, SourceError, Unsupported
+from anycore.errors import ConfigError, PluginError, SourceError, Unsupported
 from anycore.models.families import ARCHITECTURES
 from anycore.models.source import Source
 from anycore.models.spec import Architecture, ModelSpec, PoolingSpec, ScoreSpec, read_spec
@@ -342,6 +342,12 @@ def test_architectures_of_plugins_win(tmp_path: Path) -> None:
 
     edit(tmp_path, architectures=["MyModel"], auto_map={"AutoModel": "mine.MyModel"})
     assert read_spec(Source("m", tmp_path), [Architecture("MyModel", mine)]) == plain
+
+
+@pytest.mark.parametrize(("made", "words"), [(lambda config: config["nope"], "KeyError"), (lambda _: None, "NoneType")])
+def test_a_plugins_architecture_that_fails_is_named(made: Any, words: str, t_lm: Path) -> None:
+    with pytest.raises(PluginError, match=f"LlamaForCausalLM, from a plugin.*{words}"):
+        read_spec(Source("m", t_lm), [Architecture("LlamaForCausalLM", made)])
 
 
 @pytest.mark.parametrize(

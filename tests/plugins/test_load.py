@@ -97,6 +97,43 @@ def test_a_plugin_that_misbehaves_is_kept_with_the_reason(
     assert "odd (odd-plugin 1.0)" not in [name for name, _ in loaded.hooks.list_name_plugin()]
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ("name=5", "BackendSpec.name must be str, not 5"),
+        ("priority='high'", "BackendSpec.priority must be int, not 'high'"),
+        ("priority=float('nan')", "BackendSpec.priority must be int, not nan"),
+        ("open=None", "BackendSpec.open must be Callable[[int], Backend], not None"),
+        ("support=None", "BackendSpec.support must be tuple[Support, ...], not None"),
+        ("support=(1,)", "BackendSpec.support must be tuple[Support, ...], not (1,)"),
+        ("support='all'", "BackendSpec.support must be tuple[Support, ...], not 'all'"),
+        ("support=(Support(('embed',), 'causal', (), Level.NATIVE),)", "Support.tasks must be tuple[Task, ...]"),
+        ("support=(Support((), 'causal', 'float32', Level.NATIVE),)", "Support.weights must be tuple[str, ...]"),
+        ("support=(Support((), 'causal', (), 'best'),)", "Support.level must be Level, not 'best'"),
+    ],
+)
+def test_what_is_declared_in_another_type_stops_nobody_else(site: Path, changes: str, words: str) -> None:
+    code = (
+        "from dataclasses import replace\nfrom anycore import hookimpl\n"
+        "from anycore.contract.declare import BackendSpec, Level, Probe, Support\n"
+        "@hookimpl\ndef register_backends():\n"
+        f"    return [replace(BackendSpec('odd', (1, 0), (), Probe, print), {changes})]"
+    )
+    install(site, "odd-plugin", "1.0", "odd", f"declares_{abs(hash(changes))}", code)
+    loaded = plugins.load(environ={})
+    (failure,) = loaded.failures
+    assert words in failure.reason
+    assert strangers(loaded) == []
+
+
+@pytest.mark.parametrize("hook", ["register_models", "register_tools"])
+def test_what_has_no_name_stops_nobody_else(site: Path, hook: str) -> None:
+    code = f"from anycore import hookimpl\n@hookimpl\ndef {hook}():\n    return [None]"
+    install(site, "odd-plugin", "1.0", "odd", f"nameless_{hook}", code)
+    (failure,) = plugins.load(environ={}).failures
+    assert f"{hook} returned NoneType" in failure.reason
+
+
 def test_a_hanging_import_is_given_up(site: Path) -> None:
     install(site, "hanging-device", "1.0", "hanging", "hanging_import", "import time\ntime.sleep(60)")
     started = time.monotonic()
@@ -174,6 +211,8 @@ def test_a_wrong_time_limit_is_refused(text: str) -> None:
     [
         ('raise OSError("driver gone")', "OSError: driver gone"),
         ("return None", "returned NoneType"),
+        ('return Probe(devices=("gpu",))', "Probe.devices must be tuple[Device, ...], not ('gpu',)"),
+        ('return Probe(devices=(Device("0", "one", "chip"),))', "Device.index must be int, not '0'"),
         ("import time; time.sleep(60)", "did not answer within"),
     ],
 )

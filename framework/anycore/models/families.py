@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from anycore.contract.declare import Task
-from anycore.errors import ConfigError, Unsupported
+from anycore.errors import AnycoreError, ConfigError, PluginError, Unsupported
 from anycore.models.fields import (
     Config,
     activation,
@@ -46,7 +46,7 @@ def read(config: Config, architectures: Iterable[Architecture] = ()) -> ModelSpe
     name = str(names[0])
     for architecture in architectures:
         if architecture.name == name:
-            return architecture.spec(config)
+            return brought(architecture, config)
     refuse_code(name, config)
     if name not in ARCHITECTURES:
         near = get_close_matches(name, ARCHITECTURES, n=1)
@@ -58,6 +58,19 @@ def read(config: Config, architectures: Iterable[Architecture] = ()) -> ModelSpe
     config = flatten(config)
     check(config)
     return ARCHITECTURES[name](config | {"architecture": name})
+
+
+def brought(architecture: Architecture, config: Config) -> ModelSpec:
+    """Ask a plugin's architecture; what goes wrong in there is told as its own fault."""
+    try:
+        spec = architecture.spec(config)
+    except AnycoreError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{architecture.name}, from a plugin, failed on config.json: {error!r}") from error
+    if not isinstance(spec, ModelSpec):
+        raise PluginError(f"{architecture.name}, from a plugin, made {type(spec).__name__}, not a ModelSpec")
+    return spec
 
 
 def refuse_code(name: str, config: Config) -> None:
