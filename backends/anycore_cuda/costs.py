@@ -10,7 +10,7 @@ RUNTIME = 780 << 20
 LIBRARIES = 2 * (32 << 20)
 """cuBLAS's workspace on Hopper, the largest, for the stream that steps run on and for the one they are captured on."""
 
-PARTS = 6 * 160
+PARTS = 3 * 160
 """Programs of a decode step that keep a part of a result: kernels.decode's PROGRAMS on the largest processors."""
 
 DENSE = 64 << 20

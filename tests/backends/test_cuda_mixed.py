@@ -11,6 +11,7 @@ import tiny
 from backends.test_cuda_engine import PROMPTS, engine
 
 from anycore.contract import mixed
+from anycore.contract.costs import mixed_rows
 
 
 def test_prompts_beside_others_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +21,7 @@ def test_prompts_beside_others_are_replayed(tmp_path: Path, monkeypatch: pytest.
     folder = tiny.tiny_lm(tmp_path, family="qwen3", layers=1, heads=4, kv_heads=2, head_dim=16, hidden=32)
     mine, steps = engine(folder, "int8")
     steps[0].compiles = False
+    steps[0].mixed.rows = mixed_rows(mine.limits.max_num_batched_tokens)
     wanted = engines.run(engines.engine(folder, kv_cache_dtype="int8"), PROMPTS[:2], max_tokens=2)
     found = engines.run(mine, PROMPTS[:2], max_tokens=2)
     assert [output.tokens for output in found] == [output.tokens for output in wanted]

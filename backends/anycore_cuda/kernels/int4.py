@@ -99,9 +99,7 @@ def _nibble_matvec(
     tiles = (rows + ROWS - 1) // ROWS
     mine = (tiles - tl.program_id(0) + programs - 1) // programs
     # The weights of the next turn, of whichever tile, are always on their way: the first before the vector is there.
-    flat, pairs = _read(
-        data_ptr, scale_ptr, rows, tl.program_id(0), 0, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, GATE
-    )
+    flat, pairs = _read(data_ptr, scale_ptr, rows, tl.program_id(0), 0, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, GATE)
     wait(EARLY)
 
     acc = tl.zeros([ROWS, TURN], tl.float32)
@@ -122,9 +120,7 @@ def _nibble_matvec(
         # The second half's numbers are left where they are in a byte, and so 16 times as large.
         low: tl.constexpr = 0x0F0F0F0F
         high: tl.constexpr = -0x0F0F0F10
-        acc = _half(
-            acc, a, b, c, d, scale_first, offset_first, x_ptr, turn, x_unit, sum_first, low, WORDS, ROWS, TURN
-        )
+        acc = _half(acc, a, b, c, d, scale_first, offset_first, x_ptr, turn, x_unit, sum_first, low, WORDS, ROWS, TURN)
         acc = _half(
             acc, a, b, c, d, scale_second, offset_second, x_ptr + WORDS, turn, x_unit / 16, sum_second, high,
             WORDS, ROWS, TURN,

@@ -6,40 +6,19 @@ few programs instead of one a request. `decode.py` joins the result with what ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from anycore.contract.rounded import RoundedCache
+from anycore_cuda.kernels.decode import GRAIN, LOG2E, MAX_SPLITS, Prefix, shared_part, weigh
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
 from anycore_cuda.kernels.rounded_cache import parts, widened
-from anycore_cuda.kernels.softmax import LOG2E, MAX_SPLITS, weigh
 
 Shape = tuple[int, int, int, int, int]
 """Rows of a tile (requests times query heads), keys a step, warps, pipeline stages, and programs a processor runs."""
-GRAIN = tl.constexpr(64)
-"""Shared tokens are counted in these; what is left over is read with each request's own."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """Partial results of n rows over the first tokens of all: as many parts as there are, [splits, n, Hq] of each."""
-
-    tokens: Tensor  # [1] int32: how many tokens all have in common
-    splits: int
-    acc: Tensor  # float32 [splits, n, Hq, D up to a power of two]
-    stats: Tensor  # float32 [splits, n, Hq, 2]: the highest score (of base 2), and the sum of weights
-
-
-@triton.jit
-def shared_part(tokens_ptr, splits):
-    """How many tokens are read once for all requests, and how many of them each of the splits reads."""
-    tokens = tl.load(tokens_ptr) // GRAIN * GRAIN
-    return tokens, tl.cdiv(tl.maximum(tokens // GRAIN, 1), splits) * GRAIN
 
 
 @triton.jit(do_not_specialize=["count", "splits", "group"])
@@ -92,7 +71,7 @@ def _prefix(
             v = widened(v, tl.load(scale_at + side_stride // DIM), q.dtype, KIND)
         ahead = token + KEYS
         block = tl.load(table_ptr + ahead // SIZE, mask=ahead < end, other=0)
-        p, best, fade = weigh(q, tl.trans(k), k_scale, best, token, scale, softcap, unit, CAP, False, KIND)
+        p, best, fade = weigh(q, k, k_scale, best, token, scale, softcap, unit, CAP, False, KIND)
         total = total * fade + tl.sum(p, axis=1)
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
 

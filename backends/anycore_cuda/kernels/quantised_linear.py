@@ -21,10 +21,10 @@ from anycore_cuda.kernels.quantised_shapes import SHARED
 TILED_ROWS = 64
 """So many rows at most are multiplied by tiles that are widened in registers; for more the matrix is made dense."""
 
-WIDE_ROWS = 192
+WIDE_ROWS = 256
 """The same of 4 bits and large matrices, where a program has the shared memory for so many."""
 
-LARGE = 1 << 25
+LARGE = 15 << 20
 """Numbers of a matrix: of smaller ones, tiles are too few for all processors."""
 
 LIBRARY_ROWS = 65

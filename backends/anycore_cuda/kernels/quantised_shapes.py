@@ -67,7 +67,7 @@ def _wide(weight: Packed, rows: int, processors: int) -> Shape:
     each, more = next(((each, more) for most, each, more in WIDE if rows <= most), (128, 0))
     # Of the matrix a turn less is under way than of the rows; of narrow groups' scales as much again.
     matrix = 128 * (132 if weight.width == 32 else 256)
-    stages = min(4, (SHARED + matrix) // ((each + more) * 2 * 128 + matrix))
+    stages = min(3, (SHARED + matrix) // ((each + more) * 2 * 128 + matrix))
     at_a_time = max(1, processors // -(-rows // (each + more)))
     whole, rest = divmod(-(-outputs // 128), at_a_time)
     splits = max(1, min(16, at_a_time // max(1, rest), columns // 512))

@@ -94,7 +94,9 @@ class GraphStep:
             self._rehearsal = None
         if not replayable(batch):
             rows = self.mixed(batch)
-            return self.step(batch, sampling) if rows is None else StepOutput(rows, self.step.sample(rows, sampling))
+            if rows is None:
+                return self.step(batch, sampling)
+            return StepOutput(rows, self.step.sample(rows[: len(sampling.temperature)], sampling))
         count = len(batch.query_lens)
         if count > self.buckets[-1]:
             return self.step(batch, sampling)

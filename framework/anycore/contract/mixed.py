@@ -136,7 +136,7 @@ class MixedSteps:
         def work() -> StepOutput:
             return self.step(mine, None)
 
-        work()  # what it asks for is compiled and allocated then; it stores what the batch would
+        # What it asks for is compiled and allocated then; it stores what the batch would.
         launching = _seconds(work, mine.input_ids, waits=False)
         try:
             replay, output = self.capture(work)
@@ -144,7 +144,7 @@ class MixedSteps:
             log.info("steps with prompts are not captured: %s", error)
             self.rows = []
             return
-        computing = min(_seconds(lambda: replay(batch), mine.input_ids, waits=True) for _ in range(2))
+        computing = _seconds(lambda: replay(batch), mine.input_ids, waits=True)
         log.debug("%d rows beside %d: %.2f ms to launch, %.2f to compute", *kind, 1e3 * launching, 1e3 * computing)
         if computing < WORTH * launching:
             self._recorded[kind] = replay, output.rows

@@ -21,7 +21,7 @@ from anycore.engine.grammar import GrammarState
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
-MOST_THREADS = 8  # that take tokens and fill masks: of 64 rows each has eight, and waking more takes longer
+MOST_THREADS = 16  # that take tokens and fill masks
 
 
 def threads() -> int:
