@@ -168,6 +168,28 @@ def test_logprobs_offsets_point_into_the_text(api: httpx.Client) -> None:
             assert prompt[offset:].startswith(token)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("stop", [None, ["no", "Ж"]])
+def test_logprobs_offsets_are_the_same_in_a_stream(api: httpx.Client, echo: bool, stop: list[str] | None) -> None:
+    """Whatever is held back, for it may become a stop, and however characters are broken."""
+    body = {
+        "prompt": [5, 6, 7],
+        "echo": echo,
+        "stop": stop,
+        "logprobs": 0,
+        "max_tokens": 40,
+        "temperature": 1,
+        "seed": 3,
+    }
+    whole = ok(post(api, **body))["choices"][0]
+    tokens, offsets = whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"]
+    chunks = [event["choices"][0]["logprobs"] for event in events_of(post(api, **body, stream=True))]
+    assert [i for chunk in chunks for i in chunk["text_offset"]] == offsets
+    assert [token for chunk in chunks for token in chunk["tokens"]] == tokens
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert token.startswith("bytes:") or whole["text"][offset:].startswith(token)
+
+
 def test_prompt_logprobs_equal_those_of_echo(api: httpx.Client) -> None:
     body = {"prompt": "The quick brown fox", "max_tokens": 1, "temperature": 0}
     plain = ok(post(api, **body, prompt_logprobs=2))["choices"][0]["prompt_logprobs"]

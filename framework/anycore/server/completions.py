@@ -15,7 +15,7 @@ from anycore.server.bodies import JsonRoute
 from anycore.server.choosing import choosing
 from anycore.server.door import Caller, State, admit, offload, reply_id
 from anycore.server.generation import Chunk, Generation, Prompt, settings_of
-from anycore.server.logprobs import LogprobFormat, joined
+from anycore.server.logprobs import LogprobFormat, Offsets, joined
 from anycore.server.prompts import cut_options
 from anycore.server.protocol import responses
 from anycore.server.protocol_completions import CompletionBody
@@ -121,33 +121,33 @@ class CompletionReply:
         self._model = body.model or model.names[0]
 
     def whole(self, choices: list[Chunk]) -> Completion:
-        written = [self._choice(chunk, self._start(chunk.choice), prompt=True) for chunk in choices]
+        written = [self._choice(chunk, self._offsets(chunk.choice), prompt=True) for chunk in choices]
         return {**self._reply(written), "usage": self._generation.usage()}
 
     async def events(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[bytes]:
         """What belongs to a prompt first, text next, the finish reason alone in a choice's last chunk, then usage."""
         body = self._body
-        offsets: dict[int, int] = {}  # where the next chunk's text begins in each choice
+        offsets: dict[int, Offsets] = {}  # where the tokens of each choice begin
         async for chunk in chunks:
-            start = offsets.setdefault(chunk.choice, -1)
-            if start < 0:
-                start = self._start(chunk.choice)
+            if chunk.choice not in offsets:
+                offsets[chunk.choice] = self._offsets(chunk.choice)
                 if body.echo or body.return_token_ids or body.return_prompt_text:
-                    yield event(self._chunk(self._choice(Chunk(chunk.choice), start, prompt=True)))
+                    first = Chunk(chunk.choice)
+                    yield event(self._chunk(self._choice(first, offsets[chunk.choice], prompt=True)))
             if chunk.finish is not None or chunk.text or body.return_token_ids or body.logprobs is not None:
-                yield event(self._chunk(self._choice(chunk, start)))
-            offsets[chunk.choice] = start + len(chunk.text)
+                yield event(self._chunk(self._choice(chunk, offsets[chunk.choice])))
         options = body.stream_options
         if options is not None and options.include_usage:
             yield event({**self._reply([]), "usage": self._generation.usage()})
         yield DONE
 
-    def _start(self, choice: int) -> int:
-        """Character at which the output of a choice begins: after the prompt, if that is echoed."""
-        return len(self._generation.prompts[choice // self._body.n].text) if self._body.echo else 0
+    def _offsets(self, choice: int) -> Offsets:
+        """Of the output of a choice: after the prompt, if that is echoed."""
+        prompts, n = self._generation.prompts, self._body.n
+        return self._format.offsets(len(prompts[choice // n].text) if self._body.echo else 0)
 
-    def _choice(self, chunk: Chunk, start: int, *, prompt: bool = False) -> CompletionChoice:
-        """Write a chunk whose text begins at character `start`; with `prompt`, what belongs to the prompt before it."""
+    def _choice(self, chunk: Chunk, offsets: Offsets, *, prompt: bool = False) -> CompletionChoice:
+        """Write the next chunk of a choice; with `prompt`, what belongs to the prompt before it."""
         body, which = self._body, chunk.choice // self._body.n
         echoed = self._generation.prompts[which] if prompt and body.echo else None
         choice: CompletionChoice = {
@@ -158,10 +158,11 @@ class CompletionReply:
         }
         if body.logprobs is not None:
             shown = 1 + len(body.logprob_token_ids) if body.logprob_token_ids else body.logprobs
-            written = self._format.completion(chunk.logprobs, chunk.token_ids, start, shown)
+            written = self._format.completion(chunk.logprobs, chunk.token_ids, offsets, shown)
             if echoed:
                 entries = self._generation.prompt_logprobs[which]
-                written = joined(self._format.completion(entries, echoed.token_ids, 0, body.logprobs), written)
+                before = self._format.completion(entries, echoed.token_ids, self._format.offsets(0), body.logprobs)
+                written = joined(before, written)
             choice["logprobs"] = written
         if chunk.finish is not None:
             choice["stop_reason"] = chunk.stop_reason

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from anycore.engine.request import TokenLogprob
 from anycore.errors import NonFiniteOutput
@@ -41,10 +41,14 @@ class LogprobFormat:
             "refusal": None,
         }
 
+    def offsets(self, start: int) -> Offsets:
+        """Of a text whose first token begins at character `start`."""
+        return Offsets(self._tokenizer, self._tokenizer.special_ids if self._skip_special else frozenset(), start)
+
     def completion(
-        self, entries: Sequence[TokenLogprob | None], ids: list[int], start: int, count: int
+        self, entries: Sequence[TokenLogprob | None], ids: list[int], offsets: Offsets, count: int
     ) -> CompletionLogprobs:
-        """Parallel lists over `ids`, whose text begins at character `start`; `entries` has None where there is none.
+        """Parallel lists over `ids`, which follow what `offsets` has seen; `entries` has None where there is none.
 
         The token itself is always among its alternatives, as in the OpenAI API, so there may be `count` + 1.
         """
@@ -59,7 +63,7 @@ class LogprobFormat:
             "tokens": [self.token(i) for i in ids],
             "token_logprobs": [None if e is None else finite(e.logprob) for e in entries],
             "top_logprobs": tops,
-            "text_offset": self._offsets(ids, start),
+            "text_offset": offsets.of(ids),
         }
 
     def prompt(self, entries: list[TokenLogprob | None]) -> PromptLogprobs:
@@ -84,15 +88,27 @@ class LogprobFormat:
         raw = self._tokenizer.token_bytes(token_id)
         return {"token": self.token(token_id), "logprob": finite(logprob), "bytes": list(raw)}
 
-    def _offsets(self, ids: list[int], start: int) -> list[int]:
-        """Character at which each token begins; the parts of one character begin where it does."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        offsets = []
+
+class Offsets:
+    """Where the tokens of a sequence begin in its text, whatever chunks they come in and whatever text is held back."""
+
+    def __init__(self, tokenizer: Tokenizer, hidden: Collection[int], start: int) -> None:
+        """`hidden`: tokens that have no text; `start`: the character at which the first one begins."""
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._at = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, ids: list[int]) -> list[int]:
+        """Character at which each of the next tokens begins; the parts of one character begin where it does."""
+        found = []
         for i in ids:
-            offsets.append(start)
-            if not (self._skip_special and i in self._tokenizer.special_ids):
-                start += len(decoder.decode(self._tokenizer.token_bytes(i)))
-        return offsets
+            raw = b"" if i in self._hidden else self._tokenizer.token_bytes(i)
+            if raw and raw[0] & 0xC0 != 0x80:  # it begins a character, so one that was begun will stay a part
+                self._at += len(self._decoder.decode(b"", final=True))
+            found.append(self._at)
+            self._at += len(self._decoder.decode(raw))
+        return found
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
