@@ -103,6 +103,18 @@ def test_a_device_that_cannot_runs_them_as_they_are(t_lm: Path) -> None:
     assert steps[0].mixed.rows == []
 
 
+def test_pauses_bring_all_kinds(t_lm: Path) -> None:
+    engine, steps = test_desk.made(t_lm, overlap=False, desk=True)
+    assert not engine.use_pause()
+    plain, _ = test_desk.made(t_lm, overlap=False, desk=False)
+    wanted, found = test_desk.outputs(plain, 4), test_desk.outputs(engine, 4)
+    while engine.use_pause():
+        pass
+    assert steps[0].mixed._recorded.keys() == {(16, 6), (24, 6)}
+    found = test_desk.outputs(engine, 4)
+    assert {name: output.tokens for name, output in found.items()} == {n: o.tokens for n, o in wanted.items()}
+
+
 def test_a_kind_is_captured_when_it_comes_again(t_lm: Path) -> None:
     engine, steps = test_desk.made(t_lm, overlap=False, desk=True)
     steps[0].compiles = False  # no warm-up of these

@@ -33,6 +33,9 @@ class EchoEngine:
     def drain(self) -> list[str]:
         return []
 
+    def use_pause(self) -> bool:
+        return False
+
     def has_work(self) -> bool:
         return bool(self._running)
 

@@ -70,6 +70,9 @@ class ScriptedEngine:
             self.abort(request_id)
         return dropped
 
+    def use_pause(self) -> bool:
+        return False
+
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 

@@ -74,7 +74,7 @@ def reference_workspace(shape: StepShape) -> int:
     return scores + keys + 12 * rows * shape.heads * shape.head_dim
 
 
-MIXED_GRAPHS = 24
+MIXED_GRAPHS = 32
 """Kinds of steps with prompts that are captured, at most."""
 
 MIXED_PROMPTS = 16

@@ -117,6 +117,10 @@ class GraphStep:
         output = recorded.output(count)
         return output if whole else StepOutput(output.rows, self.step.sample(output.rows, sampling))
 
+    def use_pause(self) -> bool:
+        """Do what a later step would have to wait for, while nobody waits; return whether there was anything."""
+        return self.mixed.use_pause()
+
     def _rehearse(
         self, rehearsal: Callable[[], AbstractContextManager[None]], batch: Batch, sampling: Sampling
     ) -> None:

@@ -31,7 +31,7 @@ DECODING = (8, 64)
 """Requests that decode beside them, at most; the next kind of step has room for all that can run."""
 
 VISITS = 2
-"""A kind of step is captured when it comes for this time: many come only once."""
+"""A kind of step that pauses have not brought yet is captured when it comes for this time: many come only once."""
 
 EARLY_ROWS = 256
 """Steps up to so many rows, beside few that decode, are captured in the warm-up."""
@@ -77,6 +77,7 @@ class MixedSteps:
         self._recorded: dict[Kind, tuple[Replay, Tensor] | None] = {}
         self._plans: dict[Kind, Renewable] = {}
         self._seen: Counter[Kind] = Counter()
+        self._spare: Batch | None = None  # one that stores nothing that anybody reads
         self._limits = limits
         self._device = device
 
@@ -102,9 +103,23 @@ class MixedSteps:
 
     def warm_up(self, batch: Batch) -> None:
         """Capture the kinds that a server at low load meets first. The batch stores nothing that anybody reads."""
+        self._spare = batch
         for rows in self.rows:
             if len(batch.input_ids) <= rows <= EARLY_ROWS:
                 self._record(batch, (rows, self.decoding[0]))
+
+    def use_pause(self) -> bool:
+        """Capture one more kind while nobody waits; return whether there was one."""
+        if self._spare is None:
+            return False
+        least = max(len(self._spare.input_ids), self._spare.query_lens.count(1))
+        for decoding in self.decoding:
+            for rows in self.rows:
+                if rows >= least and (rows, decoding) not in self._recorded:
+                    self._record(self._spare, (rows, decoding))
+                    return True
+            least = max(least, decoding)  # fewer rows have fewer requests that decode
+        return False
 
     def kind_of(self, batch: Batch) -> Kind | None:
         """Which captured step has room for a batch."""

@@ -133,6 +133,10 @@ class Engine:
             self.abort(request_id)
         return dropped
 
+    def use_pause(self) -> bool:
+        """Do what a later request would have to wait for, while there is no work; return whether there was anything."""
+        return self.runner.use_pause()
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._requests) or self._in_flight is not None or bool(self._early)

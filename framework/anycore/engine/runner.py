@@ -102,6 +102,12 @@ class Runner:
         return launched
 
     @torch.inference_mode()
+    def use_pause(self) -> bool:
+        """Let the device's step function do what a later step would have to wait for; return whether it did."""
+        use = getattr(self._step, "use_pause", None)
+        return use is not None and bool(use())
+
+    @torch.inference_mode()
     def sample(self, launched: Launched) -> None:
         """Sample the step that was launched last, if that was put off."""
         if self._unsampled is None:

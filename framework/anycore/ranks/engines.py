@@ -69,6 +69,9 @@ class LeadingEngine(RankEngine):
         """Tell the group what this engine does from now on."""
         self._group = group
 
+    def use_pause(self) -> bool:
+        return self._group is None and super().use_pause()  # the other ranks would not do the same
+
     def close(self) -> None:
         """End the other ranks, and with them this engine."""
         if self._group is not None:

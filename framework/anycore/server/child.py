@@ -27,6 +27,7 @@ from anycore.engine.request import Delta, NewRequest, Stats
 from anycore.errors import AnycoreError
 from anycore.server import logs, wire
 
+PAUSE = 0.05  # seconds without any command, after which nobody is likely to wait
 LINGER_MS = 2000  # how long last words may take to leave
 PR_SET_PDEATHSIG = 1
 AHEAD = (
@@ -49,6 +50,7 @@ class Engine(Protocol):
     def drain(self) -> list[str]: ...
     def step(self) -> list[Delta]: ...
     def has_work(self) -> bool: ...
+    def use_pause(self) -> bool: ...
     def stats(self) -> Stats: ...
 
 
@@ -76,9 +78,11 @@ class Link:
         self._fronts = {0: self._reports}  # of several fronts, each hears of its own requests
         self._shown: tuple[str, int] | None = None
 
-    def receive(self, wait: bool) -> list[wire.Command]:
-        """Return the commands that have arrived; with `wait`, block until there is one."""
+    def receive(self, wait: bool, seconds: float | None = None) -> list[wire.Command]:
+        """Return the commands that have arrived; with `wait`, block until there is one, or for so many seconds."""
         commands: list[wire.Command] = []
+        if wait and seconds is not None:
+            wait = bool(self._commands.poll(round(1e3 * seconds)))
         while True:
             try:
                 commands += wire.decode_commands(self._commands.recv(0 if wait and not commands else zmq.NOBLOCK))
@@ -158,7 +162,7 @@ def turn(engine: Engine, link: Link, card: dict[str, Any], early: list[wire.Comm
     """Take commands and step while there is work; sleep while there is none. `early` ones came before the engine."""
     while True:
         output = wire.Output()
-        commands, early = early or link.receive(wait=not engine.has_work()), []
+        commands, early = early or following(engine, link), []
         for command in commands:
             if isinstance(command, wire.Stop):
                 return
@@ -170,6 +174,16 @@ def turn(engine: Engine, link: Link, card: dict[str, Any], early: list[wire.Comm
             output.deltas = engine.step()
         output.stats = engine.stats()
         link.share(output)
+
+
+def following(engine: Engine, link: Link) -> list[wire.Command]:
+    """The next commands. An engine without work waits for them, and uses the time."""
+    if engine.has_work():
+        return link.receive(wait=False)
+    commands = link.receive(wait=True, seconds=PAUSE)
+    while not commands and engine.use_pause():
+        commands = link.receive(wait=False)
+    return commands or link.receive(wait=True)
 
 
 def obey(engine: Engine, command: wire.Command, output: wire.Output) -> None:
