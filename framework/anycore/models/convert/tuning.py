@@ -41,7 +41,7 @@ class Tuned:
         self.changes = torch.zeros_like(start.scale)  # [out, groups]: of each scale, in shares of it
         self.changes.grad = torch.zeros_like(start.scale)
         held.weight = start.dense().requires_grad_()
-        held.weight.register_post_accumulate_grad_hook(self.gather)
+        held.weight.register_post_accumulate_grad_hook(self.gather)  # type: ignore[no-untyped-call]
 
     def gather(self, weight: Tensor) -> None:
         """Add the matrix's gradient to that of the changes, and drop it: those of all at once would be a model more."""
@@ -92,11 +92,11 @@ def diverge(model: Decoder, head: Tensor, batch: Batch, exact: Tensor) -> None:
     rows = model.forward(batch)
     ends, cap = rows.detach().requires_grad_(), model.spec.logits_softcap
     some = max(1, LOGITS // len(head))
-    for part, dense in zip(ends.split(some), exact.split(some), strict=True):
+    for part, dense in zip(torch.split(ends, some), torch.split(exact, some), strict=True):
         with torch.no_grad():
             logits = F.linear(dense, head)
             wanted = (logits if cap is None else torch.tanh(logits / cap) * cap).log_softmax(-1)
         loss = F.kl_div(model.logits(part).log_softmax(-1), wanted, reduction="sum", log_target=True)
-        (loss / len(rows)).backward()
+        torch.autograd.backward(loss / len(rows))
     if rows.requires_grad:  # layers may all be dense
-        rows.backward(ends.grad)
+        torch.autograd.backward(rows, ends.grad)
