@@ -76,6 +76,12 @@ def test_recorded_requests_share_what_their_file_says(tmp_path: Path) -> None:
         ({"prompt": [1], "max_tokens": 3}, "timestamp"),
         ({"at": 1.0, "prompt": [], "max_tokens": 3}, "no prompt"),
         ({"at": 0.1, "prompt": [1], "max_tokens": 3}, "sort the file"),
+        ({"at": float("nan"), "prompt": [1], "max_tokens": 3}, "no time"),
+        ({"at": float("inf"), "prompt": [1], "max_tokens": 3}, "no time"),
+        ({"at": "1", "prompt": [1], "max_tokens": 3}, "TypeError"),
+        ({"at": 1.0, "prompt": [1.5], "max_tokens": 3}, "TypeError"),
+        ({"at": 1.0, "prompt": [1], "max_tokens": 2.5}, "2.5 is no number of tokens"),
+        ({"timestamp": 1000, "input_length": 10**12, "output_length": 1}, "no number of tokens"),
     ],
 )
 def test_lines_that_make_no_sense_are_named(tmp_path: Path, row: dict[str, Any], words: str) -> None:

@@ -157,6 +157,7 @@ def test_without_measured_steps_it_says_so_or_estimates(small: Path, capsys: pyt
         (["--plot", "x.png"], "must end with .html"),
         (["--workload", "nowhere.jsonl"], "neither random nor a file"),
         (["--step-times", "nowhere.json"], "nowhere.json"),
+        (["--delay-ms", "nan"], "--delay-ms must be at least 0, not nan"),
         (["--num-prompts", "0"], "--num-prompts must be at least 1"),
     ],
 )

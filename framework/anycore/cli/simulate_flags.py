@@ -86,7 +86,7 @@ def check(options: argparse.Namespace) -> None:
     least = {"num_prompts": 1, "prefix_len": 0, "num_prefixes": 1, "processes": 1}
     least |= dict.fromkeys(("front_ms", "delay_ms", "price_per_hour"), 0)
     for name, value in {name: getattr(options, name) for name in least}.items():
-        if value is not None and value < least[name]:
+        if value is not None and not least[name] <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least[name]}, not {value}", param=name)
     for name in ("request_rate", "engines", "max_concurrency", "burstiness", "speed", "bandwidth", "flops"):
         values = getattr(options, name)

@@ -7,10 +7,12 @@ number in common at a place exactly where they have the whole beginning up to th
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from anycore.errors import ConfigError
 
 PRIVATE = 1 << 62
 """Numbers from here on are of tokens that no other request has; hashes and shared prefixes lie below."""
+
+MOST_TOKENS = 1 << 24
+"""Tokens of a prompt or an answer: no model takes more, and each is held as a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +97,11 @@ class Recorded:
                 where = f"{self.file}:{number}"
                 try:
                     row = json.loads(line)
-                    at = float(row["at"] if "at" in row else row["timestamp"] / 1e3) / self.speed
-                    output = int(row["max_tokens"] if "max_tokens" in row else row["output_length"])
+                    at = row["at"] if "at" in row else row["timestamp"] / 1e3
+                    if not math.isfinite(at):
+                        raise ValueError(f"{at} is no time")
+                    at /= self.speed
+                    output = _count(row["max_tokens"] if "max_tokens" in row else row["output_length"])
                     shared, own = _prompt(row)
                     priority, tenant = int(row.get("priority", 0)), str(row.get("tenant", ""))
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -118,14 +126,20 @@ def _prompt(row: dict[str, Any]) -> tuple[list[int], int]:
         if not isinstance(row["prompt"], list):
             raise ValueError("a prompt must be token ids, for no tokenizer is here to count a text")
         return [number for number, _ in zip(chained(row["prompt"]), row["prompt"], strict=True)], 0
-    length = int(row["input_length"])
+    length = _count(row["input_length"])
     starts = chained(row.get("hash_ids", ()))
     shared = list(chain.from_iterable(range(start, start + TRACE_BLOCK) for start in starts))[:length]
     return shared, length - len(shared)
 
 
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or value > MOST_TOKENS:
+        raise ValueError(f"{value!r} is no number of tokens: a whole one, of at most {MOST_TOKENS}")
+    return value
+
+
 def chained(parts: Sequence[Any]) -> Iterator[int]:
     """A number for each part that stands for it and all before it, below PRIVATE."""
-    numbers = accumulate((int(part) for part in parts), lambda before, part: hash((before, part)), initial=0)
+    numbers = accumulate((index(part) for part in parts), lambda before, part: hash((before, part)), initial=0)
     next(numbers)
     return (number % PRIVATE for number in numbers)
