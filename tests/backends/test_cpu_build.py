@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def test_the_best_level_that_runs_is_taken() -> None:
     assert build.choose(build.NEON_BF16 | {"sve"}, {}).name == "neon-bf16"
     with pytest.raises(build.NoKernels, match="ARM with dot products"):
         build.choose(frozenset({"asimd"}), {})
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are x86's")
+def test_what_is_written_for_tiles_compiles_where_nothing_has_them() -> None:
+    """It stands between #if, so no other level's build looks at it."""
+    using, level = build.compiler(), build.LEVELS[0]
+    if using is None or using.zig:
+        pytest.skip("needs the system's C++ compiler")
+    assert level.name == "amx"
+    build.run(*using.compiles(level), "-fsyntax-only", *map(str, build.sources()))
 
 
 def test_a_level_can_be_asked_for() -> None:

@@ -102,7 +102,7 @@ void multiply_tiles(const bf16* x, long stride, const bf16* panel, long inputs, 
     }
 }
 
-constexpr long AHEAD = 8192;  // bytes of panels that are on their way from memory
+constexpr long TILES_AHEAD = 8192;  // bytes of panels that are on their way from memory
 
 template <long FROM, int... LINES>
 INLINE void prefetch(const void* place, std::integer_sequence<int, LINES...>) {
@@ -130,7 +130,7 @@ void multiply_block(const bf16* x, long upper, long lower, const bf16* panel, lo
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        if (COLD) prefetch<AHEAD>(columns, std::make_integer_sequence<int, 32>());
+        if (COLD) prefetch<TILES_AHEAD>(columns, std::make_integer_sequence<int, 32>());
     }
     _tile_stored(0, out, STRIDE);
     _tile_stored(1, out + 16, STRIDE);

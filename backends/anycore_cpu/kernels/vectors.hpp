@@ -93,6 +93,14 @@ INLINE void store(bf16* to, Floats value) {
 #elif defined(__ARM_FEATURE_BF16)
     const auto narrow = vcvt_bf16_f32(reinterpret_cast<float32x4_t>(value));
     std::memcpy(to, &narrow, sizeof narrow);
+#elif defined(__AVX512F__)
+    const __m512i bits = reinterpret_cast<__m512i>(value), one = _mm512_set1_epi32(1);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+    const __m512i near = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(reinterpret_cast<__m512>(value), reinterpret_cast<__m512>(value), _CMP_UNORD_Q);
+    const __m512i rounded = _mm512_mask_or_epi32(near, nan, bits, _mm512_set1_epi32(64 << 16));
+    const __m256i narrow = _mm512_maskz_cvtepi32_epi16(0xffff, _mm512_srli_epi32(rounded, 16));
+    std::memcpy(to, &narrow, sizeof narrow);
 #else
     const Words bits = reinterpret_cast<Words>(value);
     const Words nan = reinterpret_cast<Words>(value != value);
