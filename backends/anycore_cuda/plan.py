@@ -86,19 +86,20 @@ class RoomyPlan(Plan):
     def renew(self, batch: Batch) -> None:
         """Take over what a batch's own plan has found."""
         self._last = batch.plan
-        self._write(self._decoding, batch.plan.singles)
+        self._write(self._decoding, batch.plan.singles, self._nobody)
         for tokens, tiles in self._tiles.items():
-            self._write(tiles, batch.plan.tiles_here(tokens))
+            self._write(tiles, batch.plan.tiles_here(tokens), (self._nobody, 0))
 
     def tiles(self, tokens: int) -> Tensor:
         if tokens not in self._tiles:
             assert self._last is not None
             most = -(-self._rows // tokens) + self._prompts
             self._tiles[tokens] = torch.empty(most, 2, dtype=torch.int32, device=self.memory.device)
-            self._write(self._tiles[tokens], self._last.tiles_here(tokens))
+            self._write(self._tiles[tokens], self._last.tiles_here(tokens), (self._nobody, 0))
         return self._tiles[tokens]
 
-    def _write(self, there: Tensor, here: np.ndarray[Any, Any]) -> None:
-        whole = np.full(there.shape, self._nobody, dtype=np.int32)
+    def _write(self, there: Tensor, here: np.ndarray[Any, Any], blank: int | tuple[int, int]) -> None:
+        whole = np.empty(there.shape, dtype=np.int32)
         whole[: len(here)] = here
+        whole[len(here) :] = blank
         self.memory.renew(there, torch.from_numpy(whole))

@@ -113,14 +113,3 @@ def test_pauses_bring_all_kinds(t_lm: Path) -> None:
     assert steps[0].mixed._recorded.keys() == {(16, 6), (24, 6)}
     found = test_desk.outputs(engine, 4)
     assert {name: output.tokens for name, output in found.items()} == {n: o.tokens for n, o in wanted.items()}
-
-
-def test_a_kind_is_captured_when_it_comes_again(t_lm: Path) -> None:
-    engine, steps = test_desk.made(t_lm, overlap=False, desk=True)
-    steps[0].compiles = False  # no warm-up of these
-    for i in range(3):
-        assert len(steps[0].mixed._recorded) == (i > 1)
-        engine.add(request(str(i), list(range(5, 20)), max_tokens=1, temperature=0.0))
-        while engine.has_work():
-            engine.step()
-        engine.reset_prefix_cache()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -30,11 +29,9 @@ if TYPE_CHECKING:
 DECODING = (8, 64)
 """Requests that decode beside them, at most; the next kind of step has room for all that can run."""
 
-VISITS = 2
-"""A kind of step that pauses have not brought yet is captured when it comes for this time: many come only once."""
-
 EARLY_ROWS = 256
-"""Steps up to so many rows, beside few that decode, are captured in the warm-up."""
+"""Steps up to so many rows, beside few that decode, are captured in the warm-up, all others in pauses: capturing takes
+some 40 ms, which no request should wait for."""
 
 WORTH = 0.8
 """Captured steps are kept that take less than so much of what launching takes."""
@@ -76,7 +73,6 @@ class MixedSteps:
         self.decoding = [size for size in DECODING if size < limits.max_num_seqs] + [limits.max_num_seqs]
         self._recorded: dict[Kind, tuple[Replay, Tensor] | None] = {}
         self._plans: dict[Kind, Renewable] = {}
-        self._seen: Counter[Kind] = Counter()
         self._spare: Batch | None = None  # one that stores nothing that anybody reads
         self._limits = limits
         self._device = device
@@ -84,15 +80,8 @@ class MixedSteps:
     def __call__(self, batch: Batch) -> Tensor | None:
         """The hidden states of a batch's wanted rows; None where the step has to run as it is."""
         kind = self.kind_of(batch)
-        if kind is None:
-            return None
-        if kind not in self._recorded:
-            self._seen[kind] += 1
-            if self._seen[kind] < VISITS:
-                return None
-            self._record(batch, kind)
-        recorded = self._recorded[kind]
-        if recorded is None:
+        recorded = None if kind is None else self._recorded.get(kind)
+        if kind is None or recorded is None:
             return None
         assert batch.output_rows is not None
         replay, rows = recorded
