@@ -221,7 +221,8 @@ class CudaOps(Ops):
         raw = sampling.raw_of(logits, params)
         finite: Tensor | None = None
         placed: tuple[Tensor, Tensor] | None = None
-        if params.masked is not None and params.penalties is params.bias is params.banned is None:
+        others = (params.penalties, params.bias, params.banned)
+        if params.masked is not None and all(edit is None for edit in others):
             placed = self.places.of(params.masked[0], len(logits)), params.masked[1]
         elif params.edited:
             finite = sampling.row_is_finite(logits)
