@@ -176,6 +176,13 @@ def test_o02_errors_have_the_form_that_clients_look_for(tools_api: httpx.Client,
     assert answer["error"]["param"] == param
 
 
+def test_o02_a_model_that_is_not_there_is_an_error_of_the_clients_own_kind(tools_api: httpx.Client) -> None:
+    body = {"model": "absent", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    response = tools_api.post("/v1/messages", json=body)
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "not_found_error"
+
+
 def test_the_key_comes_in_the_header_of_its_clients(t_lm: Any) -> None:
     with serve_here(served(t_lm, "lm"), keys=("right",)) as live:
         for key, allowed in (("right", True), ("wrong", False)):

@@ -203,6 +203,7 @@ WRONG = [
     ({"tools": [tool(name="x" * 65)]}, "tools[0]"),
     ({"tools": [CLOCK, tool(name="f", parameters=[1])]}, "tools[1]"),
     ({"tools": [tool(name="f", strict="yes")]}, "tools[0]"),
+    ({"tools": [tool(name="f", parameters={"type": "array"})]}, "tools[0]"),
     ({"tools": [CLOCK, CLOCK]}, "tools"),
     ({"tools": [tool(name=f"f{i}") for i in range(129)]}, "tools"),
     ({"tools": [CLOCK], "tool_choice": "always"}, "tool_choice"),

@@ -52,13 +52,18 @@ def test_doing_it_twice_changes_nothing() -> None:
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content", r"\[0\].text must be a string"),
         ({"role": "user", "content": [7]}, "messages[0].content", r"content\[0\]"),
         ({"role": "king", "content": "x"}, "messages[0].role", "'king'"),
-        ({"content": "x"}, "messages[0].role", "must be one of"),
+        ({"content": "x"}, "messages[0].role", "is missing"),
         ("hello", "messages[0]", "must be an object"),
         ({"role": "assistant", "tool_calls": [{}]}, "messages[0].tool_calls[0]", "function"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
             "messages[0].tool_calls[0]",
             "not valid JSON",
+        ),
+        (
+            {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+            "messages[0].function_call",
+            "tool_calls",
         ),
     ],
 )

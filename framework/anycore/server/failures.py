@@ -29,6 +29,23 @@ class WrongMethod(BadRequest):
     code = "method_not_allowed"
 
 
+MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+"""What Anthropic's API calls errors, by status; below 500 all others are invalid requests, from there on its own."""
+
+
+def messages_envelope(error: AnycoreError) -> dict[str, Any]:
+    """An error in the form of Anthropic's API."""
+    body: dict[str, Any] = error.envelope()
+    kind = MESSAGES_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {**body["error"], "type": kind}}
+
+
 def error_response(error: AnycoreError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Return the response of an error, with the headers its kind calls for."""
     visits.failed(error)
@@ -39,10 +56,9 @@ def error_response(error: AnycoreError, headers: Mapping[str, str] | None = None
         extra["Retry-After"] = str(RETRY_SECONDS)
     elif isinstance(error, Unauthorized):
         extra["WWW-Authenticate"] = "Bearer"
-    body: dict[str, Any] = error.envelope()
     visit = visits.current()
-    if visit is not None and visit.path.startswith(MESSAGES):
-        body = {"type": "error", **body}
+    asked_by_messages = visit is not None and visit.path.startswith(MESSAGES)
+    body = messages_envelope(error) if asked_by_messages else error.envelope()
     return JSONResponse(body, status_code=error.status, headers=extra)
 
 

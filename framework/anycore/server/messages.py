@@ -14,6 +14,7 @@ from anycore.server.blocks import Block, Blocks, Change, Event, Kind
 from anycore.server.bodies import JsonRoute
 from anycore.server.conversation import begin, conversation
 from anycore.server.door import Caller, State, admit, here, reply_id
+from anycore.server.failures import messages_envelope
 from anycore.server.generation import Chunk, Generation
 from anycore.server.named import named_as
 from anycore.server.protocol import responses
@@ -133,4 +134,4 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 def failed(error: AnycoreError) -> bytes:
     """The last event of a stream that cannot go on."""
-    return named_event("error", {"type": "error", **error.envelope()})
+    return named_event("error", messages_envelope(error))

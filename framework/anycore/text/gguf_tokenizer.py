@@ -54,7 +54,7 @@ def load_gguf_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """
     file = GgufFile(path)
     kind = file.need("tokenizer.ggml.model")
-    if kind not in BUILDERS:
+    if not isinstance(kind, str) or kind not in BUILDERS:
         raise Unsupported(
             f"{path.name} has a tokenizer of kind {kind!r}; known are {', '.join(BUILDERS)}", param="model"
         )

@@ -30,7 +30,14 @@ def _message(message: Any, path: str) -> dict[str, Any]:
         raise BadRequest(f"{path} must be an object with role and content", param=path)
     role = message.get("role")
     if role not in ROLES:
+        if "role" not in message:
+            raise BadRequest(f"{path}.role is missing: it must be one of {', '.join(ROLES)}", param=f"{path}.role")
         raise BadRequest(f"{path}.role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}", param=f"{path}.role")
+    if message.get("function_call") is not None:
+        raise BadRequest(
+            f"{path}.function_call is the former form of a call: give it as an entry of tool_calls",
+            param=f"{path}.function_call",
+        )
     kept = {key: value for key, value in message.items() if value is not None}
     kept["content"] = _content(message.get("content"), role, f"{path}.content")
     if "tool_calls" in kept:

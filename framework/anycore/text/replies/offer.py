@@ -76,6 +76,12 @@ def _tool(tool: Any, path: str) -> Tool:
     parameters = function.get("parameters") or NO_PARAMETERS
     if not isinstance(parameters, dict):
         raise BadRequest(f"{path}.function.parameters must be a JSON schema", param=path)
+    kinds = parameters.get("type", "object")
+    if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        raise BadRequest(
+            f"{path}.function.parameters must describe an object, since arguments are one, not {_short(kinds)}",
+            param=path,
+        )
     strict = function.get("strict") or False
     if not isinstance(strict, bool):
         raise BadRequest(f"{path}.function.strict must be true or false", param=path)
