@@ -15,7 +15,7 @@ from anycore.contract.formats import Format
 from anycore.contract.weights import Int4Weight
 from anycore.models import loader
 from anycore.models.checkpoint import open_checkpoint
-from anycore.models.convert.calibration import HostMemory, batch_of, calibrate, first_of
+from anycore.models.convert.calibration import HostMemory, batch_of, calibrate
 from anycore.models.convert.products import Held, Observer
 from anycore.models.convert.tuning import Tuned
 from anycore.models.convert.writer import Conversion, convert
@@ -106,9 +106,3 @@ def test_a_changed_scale_is_that_of_the_matrix() -> None:
     torch.testing.assert_close(tuned.changes.grad, shares.grad)
     tuned.changes += 0.25
     torch.testing.assert_close(tuned.found().dense(), start.dense() * 1.25, rtol=0.005, atol=0)
-
-
-def test_layers_are_given_the_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anycore.models.convert.calibration.ENOUGH", 10)
-    assert first_of([[1] * 4, [2] * 4, [3] * 4, [4] * 4]) == [[1] * 4, [2] * 4, [3] * 4]
-    assert first_of([[1] * 4]) == [[1] * 4]

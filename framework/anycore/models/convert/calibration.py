@@ -7,7 +7,6 @@ loses others make up for (`compensation`), and the layer is run again as it is n
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,8 +28,8 @@ from anycore.models.loader import load
 from anycore.models.source import Progress, Source
 from anycore.models.spec import ModelSpec
 
-LEAST, ENOUGH = 512, 4096
-"""Tokens of a text that tells anything, and of one that tells layers all they need."""
+LEAST = 512
+"""Tokens of a text that tells anything."""
 
 
 @dataclass(slots=True)
@@ -145,7 +144,7 @@ def calibrate(
     batches = [batch_of(spec, ids) for ids in sequences if 2 * len(ids) > max(map(len, sequences))]
     tunes = spec.head == "lm" and any(wanted.kind == "int4" for wanted in formats.values())
     exact = [model.forward(batch) for batch in batches] if tunes else []
-    walk = Walk(model, spec, first_of(sequences))
+    walk = Walk(model, spec, sequences)
     count = sum(len(batch.input_ids) for batch in walk.batches)
     rounded: list[tuple[Held, Int4Weight, Parts]] = []
     result = Calibration(norm_offset=spec.norm_offset)
@@ -177,12 +176,6 @@ def calibrate(
     for one, parts in tuned:
         result.weights |= cut(one.found(), parts)
     return result
-
-
-def first_of(sequences: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-    """Those that layers are given: as many tokens as tell enough of them."""
-    ends = itertools.accumulate(map(len, sequences))
-    return [ids for ids, end in zip(sequences, ends, strict=True) if end - len(ids) < ENOUGH]
 
 
 def table(model: Decoder, walk: Walk, tied: bool, wanted: Format) -> Int4Weight:
