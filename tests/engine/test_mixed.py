@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,3 +114,23 @@ def test_pauses_bring_all_kinds(t_lm: Path) -> None:
     assert steps[0].mixed._recorded.keys() == {(16, 6), (24, 6)}
     found = test_desk.outputs(engine, 4)
     assert {name: output.tokens for name, output in found.items()} == {n: o.tokens for n, o in wanted.items()}
+
+
+def test_ranks_keep_what_one_would_not(t_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have to compute the same rows, and each would measure something else."""
+    monkeypatch.setattr(mixed, "WORTH", 0.0)
+    for ranks, kept in ((1, 0), (2, 2)):
+        engine, steps = test_desk.made(t_lm, overlap=False, desk=True)
+        steps[0].mixed.ops = Ranked(steps[0].mixed.ops, ranks)
+        test_desk.outputs(engine, 3)
+        assert sum(one is not None for one in steps[0].mixed._recorded.values()) == kept
+
+
+class Ranked:
+    """Operations that say how many ranks there are."""
+
+    def __init__(self, ops: Any, ranks: int) -> None:
+        self._ops, self.group = ops, SimpleNamespace(size=ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)

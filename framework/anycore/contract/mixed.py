@@ -93,8 +93,8 @@ class MixedSteps:
     def warm_up(self, batch: Batch) -> None:
         """Capture the kinds that a server at low load meets first. The batch stores nothing that anybody reads."""
         self._spare = batch
-        for rows in self.rows:
-            if len(batch.input_ids) <= rows <= EARLY_ROWS:
+        for rows in list(self.rows):
+            if rows in self.rows and len(batch.input_ids) <= rows <= EARLY_ROWS:
                 self._record(batch, (rows, self.decoding[0]))
 
     def use_pause(self) -> bool:
@@ -150,7 +150,8 @@ class MixedSteps:
             return
         computing = _seconds(lambda: replay(batch), mine.input_ids, waits=True)
         log.debug("%d rows beside %d: %.2f ms to launch, %.2f to compute", *kind, 1e3 * launching, 1e3 * computing)
-        if computing < WORTH * launching:
+        # Ranks have to compute the same rows, and would not measure the same.
+        if computing < WORTH * launching or self.ops.group.size > 1:
             self._recorded[kind] = replay, output.rows
         else:  # and so it is with more rows
             self.rows = [size for size in self.rows if size < kind[0]]
