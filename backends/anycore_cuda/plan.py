@@ -80,13 +80,13 @@ class RoomyPlan(Plan):
         self._nobody = len(batch.query_lens) - 1
         self._tiles = {}
         self._last: Plan | None = None  # of the batch that was put in
-        self._decoding = torch.full((decoding,), self._nobody, dtype=torch.int32, device=memory.device)
-        self.decoding = self._decoding
+        self.decoding = torch.full((decoding,), self._nobody, dtype=torch.int32, device=memory.device)
 
     def renew(self, batch: Batch) -> None:
         """Take over what a batch's own plan has found."""
         self._last = batch.plan
-        self._write(self._decoding, batch.plan.singles, self._nobody)
+        assert self.decoding is not None
+        self._write(self.decoding, batch.plan.singles, self._nobody)
         for tokens, tiles in self._tiles.items():
             self._write(tiles, batch.plan.tiles_here(tokens), (self._nobody, 0))
 

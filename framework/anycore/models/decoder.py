@@ -123,7 +123,10 @@ class Decoder:
     def logits(self, rows: Tensor) -> Tensor:
         """[R, H] → [R, V] float32."""
         assert self.head is not None, "this model was loaded without a language-model head"
-        logits = self.head(rows)
+        return self.capped(self.head(rows))
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """What the head has made, within the cap of models that have one."""
         cap = self.spec.logits_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

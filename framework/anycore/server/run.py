@@ -130,53 +130,37 @@ async def _serve(
     progress: Callable[[str, float], None] | None,
     client: Callable[..., EngineClient],
 ) -> int:
-    directory, waiting = private_directory(), Spares()
+    directory, waiting, several = private_directory(), Spares(), config.api_servers > 1
     try:
         if client is EngineClient:
             await waiting.start(sum(len(model.placement) for model in models if model.url is None))
             client = partial(EngineClient, waiting=waiting)
-        return await _serve_from(directory, config, models, keys, certificate, listener, progress, client)
+        if several:
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared_metrics(directory))  # read when it is imported
+        guard = Guard(keys, Ledger(directory / LEDGER, 0, config.api_servers) if several else None)
+        gc.disable()  # imports leave no garbage
+        try:
+            from anycore.server.lifecycle import Server  # heavy imports start here, once the port is ours
+        finally:
+            gc.freeze()  # what has been imported stays: requests do not wait until it has been looked through again
+            gc.enable()
+
+        fronts = Fronts(config.api_servers - 1) if several else None
+        server = Server(
+            config, models, guard, directory, certificate=certificate, progress=progress, client=client, fronts=fronts
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.signalled, number)
+        reload = Reload(config, guard, certificate, fronts.reload if fronts else lambda: None)
+        if reload.is_needed:
+            loop.add_signal_handler(signal.SIGHUP, reload)
+        url = url_of(listener, certificate is not None)
+        print(f"anycore: {url} serves {', '.join(model.names[0] for model in models)}", flush=True)
+        return await server.run(listener, late=_listening if config.reuse_port else None)
     finally:
         await waiting.end()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-async def _serve_from(
-    directory: Path,
-    config: ServerConfig,
-    models: Sequence[ModelConfig],
-    keys: list[Key],
-    certificate: Certificate | None,
-    listener: socket.socket,
-    progress: Callable[[str, float], None] | None,
-    client: Callable[..., EngineClient],
-) -> int:
-    if config.api_servers > 1:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared_metrics(directory))  # read when it is imported
-    several = config.api_servers > 1
-    guard = Guard(keys, Ledger(directory / LEDGER, 0, config.api_servers) if several else None)
-    gc.disable()  # imports leave no garbage
-    try:
-        from anycore.server.lifecycle import Server  # heavy imports start here, once the port is ours
-    finally:
-        gc.freeze()  # what has been imported stays: requests do not wait until it has been looked through again
-        gc.enable()
-
-    fronts = Fronts(config.api_servers - 1) if config.api_servers > 1 else None
-    server = Server(
-        config, models, guard, directory, certificate=certificate, progress=progress, client=client, fronts=fronts
-    )
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.signalled, number)
-    reload = Reload(config, guard, certificate, fronts.reload if fronts else lambda: None)
-    if reload.is_needed:
-        loop.add_signal_handler(signal.SIGHUP, reload)
-    print(
-        f"anycore: {url_of(listener, certificate is not None)} serves {', '.join(model.names[0] for model in models)}",
-        flush=True,
-    )
-    return await server.run(listener, late=_listening if config.reuse_port else None)
 
 
 def _listening() -> None:

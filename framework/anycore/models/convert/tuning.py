@@ -90,12 +90,11 @@ def diverge(model: Decoder, head: Tensor, batch: Batch, exact: Tensor) -> None:
     The logits of all rows would not fit: the last hidden rows' gradient is gathered first, some rows at a time.
     """
     rows = model.forward(batch)
-    ends, cap = rows.detach().requires_grad_(), model.spec.logits_softcap
+    ends = rows.detach().requires_grad_()
     some = max(1, LOGITS // len(head))
     for part, dense in zip(torch.split(ends, some), torch.split(exact, some), strict=True):
         with torch.no_grad():
-            logits = F.linear(dense, head)
-            wanted = (logits if cap is None else torch.tanh(logits / cap) * cap).log_softmax(-1)
+            wanted = model.capped(F.linear(dense, head)).log_softmax(-1)
         loss = F.kl_div(model.logits(part).log_softmax(-1), wanted, reduction="sum", log_target=True)
         torch.autograd.backward(loss / len(rows))
     if rows.requires_grad:  # layers may all be dense
