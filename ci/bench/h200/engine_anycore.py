@@ -17,6 +17,7 @@ def main() -> None:
     task, folder, share = sys.argv[1], sys.argv[2], float(sys.argv[3])
     common = {"task": task, "backend": BACKEND, "memory_utilization": share, "max_queued": 8192}
     common["quantization"] = os.environ.get("SCHEME", "auto")
+    common["quantization_group"] = int(os.environ.get("SCHEME_GROUP", "32"))
     common["tensor_parallel_size"] = int(os.environ.get("RANKS", "1"))
     if task == "rerank":
         from anycore.llm import LLM
