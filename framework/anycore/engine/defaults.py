@@ -95,6 +95,8 @@ def _parse(override: str | None) -> dict[str, Any]:
 def _value(key: str, value: Any, where: str) -> Any:
     """Return the value if a request could send it."""
     whole = NAMES[key] in ("top_k", "max_tokens")
+    if whole and isinstance(value, float) and value.is_integer():
+        value = int(value)  # as in a request
     if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
         raise ConfigError(f"{where}: {key} must be {'an integer' if whole else 'a number'}, not {value!r}", param=key)
     try:

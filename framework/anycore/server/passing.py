@@ -19,6 +19,7 @@ from anycore.engine.request import NewRequest
 from anycore.errors import AnycoreError, BadRequest, Overloaded, Unavailable
 from anycore.server import visits
 from anycore.server.door import Call, caller_of
+from anycore.server.protocol import whole
 from anycore.server.scopes import Needs
 from anycore.server.sse import EventStream, encode, first_of, unless_gone
 from anycore.server.state import ServedModel, ServerState, state_of
@@ -103,7 +104,7 @@ class _Forwarding:
         self._hides_usage = False
         self._fields = fields
         fields["model"] = _raw(model.slot.config.model)
-        sequences = _value(fields, "n")
+        sequences = whole(_value(fields, "n"))
         self._sequences = sequences if isinstance(sequences, int) and sequences > 0 else 1
         if self._generates:
             self._limit()

@@ -7,7 +7,9 @@ that is sent is written out where it is made. Both feed the OpenAPI document.
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Annotated, Any, ClassVar
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue, WithJsonSchema
@@ -25,7 +27,10 @@ RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00
 
 
 class Body(BaseModel):
-    """A JSON body: no coercion ("10" is no integer), no NaN, and null means the same as a field left out."""
+    """A JSON body: no coercion ("10" is no integer), no NaN, and null means the same as a field left out.
+
+    Where a whole number is wanted, 5.0 is 5: JSON has one kind of numbers, and some clients write none without a point.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
     only_counts: ClassVar[bool] = False
@@ -33,8 +38,11 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+    def _as_meant(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        numbers = whole_fields(cls)
+        return {k: whole(v) if k in numbers else v for k, v in data.items() if v is not None}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -43,6 +51,26 @@ class Body(BaseModel):
             if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
         return schema
+
+
+@cache
+def whole_fields(body: type[Body]) -> frozenset[str]:
+    """The fields that hold whole numbers, one or a list of them."""
+    return frozenset(name for name, field in body.model_fields.items() if _is_whole(field.annotation))
+
+
+def _is_whole(annotation: Any) -> bool:
+    parts = [part for part in get_args(annotation) if isinstance(part, type) or get_args(part)]
+    return annotation is int or (bool(parts) and all(part is NoneType or _is_whole(part) for part in parts))
+
+
+def whole(value: Any) -> Any:
+    """Write 5.0 as 5, alone or in a list; all else is returned as it is, such as 5.5."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    if type(value) is list and float in set(map(type, value)):
+        return [whole(each) for each in value]
+    return value
 
 
 class Error(TypedDict):
@@ -114,6 +142,7 @@ def inputs(value: Any, name: str, *, allow_empty_text: bool = False) -> list[str
     Raises:
         BadRequest: an input is empty, of another kind than the first, or not what it should be; `param` names it.
     """
+    value = whole(value)
     if isinstance(value, str) or (isinstance(value, list) and value and _is_id(value[0])):
         return [_one(value, name, allow_empty_text)]
     if not isinstance(value, list):
@@ -164,6 +193,7 @@ def _one(value: str | list[Any], name: str, allow_empty_text: bool) -> str | lis
         return value
     if not value:
         raise BadRequest(f"{name} must not be an empty list", param=name)
+    value = whole(value)
     check_ids(value, name)
     return value
 
