@@ -199,7 +199,11 @@ def test_e11_too_long(api: httpx.Client, model: str, path: str) -> None:
 
 
 def test_e11_the_query_is_never_cut(api: httpx.Client) -> None:
-    error_of(post(api, "ce", query=LONG, truncate=True), 400, code="context_length_exceeded")
+    for model in RERANKERS:
+        for cut in ({"truncate": True}, {}) if model != "cosine" else ({},):  # whose texts stand alone
+            error_of(post(api, model, query=LONG, **cut), 400, "query", "context_length_exceeded")
+    score = {"model": "ce", "text_1": ["capital", LONG], "text_2": ["yes", "no"]}
+    error_of(api.post("/v1/score", json=score), 400, "text_1[1]", "context_length_exceeded")
 
 
 # --- score ----------------------------------------------------------------------------------------------------------

@@ -261,10 +261,10 @@ def test_e11_pairs_cut_the_document_never_the_query(kind: str, request: pytest.F
     ) as caught:
         ours.pair(QUERY, LONG, param="documents[2]")
     assert caught.value.param == "documents[2]"
-    with pytest.raises(
-        ContextLengthExceeded, match=r"must stay \(special tokens, query, template\): nothing would be left"
-    ):
-        ours.pair(LONG, "dog", truncate=True)
+    for truncate, document in ((True, "dog"), (True, LONG), (None, "dog"), (None, LONG), (None, "")):
+        with pytest.raises(ContextLengthExceeded, match=r"query takes \d+ tokens .*of at most 64") as caught:
+            ours.pair(LONG, document, truncate=truncate)
+        assert caught.value.param == "query"
     with pytest.raises(BadRequest, match="takes no instruction") as refused:
         ours.pair(QUERY, "dog", "Find dogs")
     assert refused.value.param == "instruction"

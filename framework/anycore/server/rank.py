@@ -69,7 +69,14 @@ def _render_pairs(
     def draft(place: tuple[int, int]) -> Draft:
         q, d = place
         return model.renderer.pair_draft(
-            queries[q], shortened[d][0], body.instruction, truncate, side, body.apply_template, param=names[1][d]
+            queries[q],
+            shortened[d][0],
+            body.instruction,
+            truncate,
+            side,
+            body.apply_template,
+            param=names[1][d],
+            query_param=names[0][q],
         )
 
     rendered = model.renderer.each(draft, pairs)

@@ -23,6 +23,7 @@ class Cutter:
         room: tokens to leave for the output; None leaves the check of the length to the caller.
         side: where tokens are taken away, "left" or "right".
         param: the request's field, for errors.
+        stays: the field of what stands before it and is never cut, if there is one.
     """
 
     longest: int
@@ -30,6 +31,7 @@ class Cutter:
     side: str
     room: int | None
     param: str
+    stays: str | None = None
 
     def __post_init__(self) -> None:
         if self.side not in ("left", "right"):
@@ -55,7 +57,13 @@ class Cutter:
                 "tokens, input and output together",
                 param="max_tokens",
             )
-        surplus = length - limit
+        surplus, kept = length - limit, length - (end - start)
+        if self.stays is not None and kept >= limit:
+            raise ContextLengthExceeded(
+                f"{self.stays} takes {kept} tokens with special tokens and template, of at most {limit} for it and "
+                f"{self.param} together: shorten it, it is never cut",
+                param=self.stays,
+            )
         if self.truncate is None or self.truncate is False:
             answer = f", {self.longest} with the output's {self.room}" if self.room else ""
             raise ContextLengthExceeded(
@@ -64,7 +72,7 @@ class Cutter:
             )
         if surplus >= end - start:
             raise ContextLengthExceeded(
-                f"{self.param} has {length} tokens and must be cut to {limit}, but {length - end + start} of them must "
+                f"{self.param} has {length} tokens and must be cut to {limit}, but {kept} of them must "
                 "stay (special tokens, query, template): nothing would be left",
                 param=self.param,
             )

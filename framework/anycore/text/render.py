@@ -172,6 +172,7 @@ class Renderer:
         apply_template: bool = True,
         *,
         param: str = "documents",
+        query_param: str = "query",
     ) -> Rendered:
         """Render a query and a document for a model that reads both at once. Only the document is ever cut.
 
@@ -180,7 +181,8 @@ class Renderer:
         Raises:
             BadRequest: the model takes no instruction, or nothing but cutting the query would help.
         """
-        return self._one(self.pair_draft(query, document, instruction, truncate, side, apply_template, param=param))
+        names = {"param": param, "query_param": query_param}
+        return self._one(self.pair_draft(query, document, instruction, truncate, side, apply_template, **names))
 
     def pair_draft(
         self,
@@ -192,9 +194,10 @@ class Renderer:
         apply_template: bool = True,
         *,
         param: str = "documents",
+        query_param: str = "query",
     ) -> Draft:
         """As `pair`, for `each`."""
-        cutter = self._cutter(truncate, side, param)
+        cutter = Cutter(self.max_model_len, truncate, side, 0, param, query_param)
         if self._profile is not None:
             return self._ask(self._profile, query, document, instruction, apply_template, cutter)
         refuse_instruction(instruction)
