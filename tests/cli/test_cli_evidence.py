@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from anycore_echo import Script
 from anycore_echo import spec as echo
-from installed import own_cache
+from installed import KIT, own_cache
 
 from anycore import evidence
 from anycore.cli import conformance
@@ -173,7 +173,8 @@ def test_conformance_writes_what_the_matrix_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a kit of one test in place of the whole, which takes minutes."""
-    monkeypatch.setenv("ANYCORE_CACHE", str(tmp_path))
+    monkeypatch.setenv("ANYCORE_CACHE", str(own_cache(tmp_path / "cache")))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", KIT["PYTEST_DISABLE_PLUGIN_AUTOLOAD"])
     from anycore.contract.suite import TestBackend
 
     kept = ("test_gated", "test_declares_itself_soundly")
