@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 # Kernels are interpreted where there is no GPU; triton reads this when it is first imported.
 if not Path("/dev/nvidiactl").exists():
@@ -16,8 +17,28 @@ import pytest
 import tiny
 from selfchecks import check_once
 
+from anycore.config import cache_dir
+
 # Another interpreter's: ci/ascend_suite.py runs them.
 collect_ignore = [] if "STANDIN_SOC" in os.environ else ["ascend"]
+
+
+def cache_of_tests() -> TemporaryDirectory[str]:
+    """A cache that goes with the session: what tests keep, such as tiny tokenizers, does not land in the user's.
+
+    What takes long to get is still shared with it: fetched packages and compiled kernels.
+    """
+    shared = cache_dir()
+    own = TemporaryDirectory(prefix="anycore-tests-")
+    for name in ("pkg", "kernels"):
+        (shared / name).mkdir(parents=True, exist_ok=True)
+        (Path(own.name) / name).symlink_to((shared / name).resolve(), target_is_directory=True)
+    return own
+
+
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
+    CACHE = cache_of_tests()
+    os.environ["ANYCORE_CACHE"] = CACHE.name
 
 
 FROZEN = pytest.StashKey[int]()

@@ -47,7 +47,8 @@ def anycore(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line in a new process, with the plugins in `path` on its path."""
     folders = [str(folder) for folder in (path, ECHO, ONNX, REQUEST_LOG) if folder is not None]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ANYCORE_")}
+    mine = os.environ.items()
+    environment = {name: value for name, value in mine if not name.startswith("ANYCORE_") or name == "ANYCORE_CACHE"}
     environment |= {"PYTHONPATH": os.pathsep.join(folders), **KIT, **(env or {})}
     command = [sys.executable, "-m", "anycore.cli.main", *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
