@@ -101,6 +101,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("ANYCORE_", "PYTHONPATH"))}
+    clean["ANYCORE_CACHE"] = os.environ["ANYCORE_CACHE"]
     return subprocess.run(
         command,
         capture_output=True,
