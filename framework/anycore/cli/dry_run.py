@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
 
 from anycore.cli.settings import Settings
-from anycore.config import OF_REMOTE, ModelConfig
+from anycore.config import OF_REMOTE, ModelConfig, ServerConfig
+from anycore.distributed.settings import need_ray
 from anycore.engine.launch import Prepared, prepare
 from anycore.plugins import Plugins
+from anycore.server.beforehand import check
+from anycore.server.run import open_port
 
 
 def effective(settings: Settings, plugins: Plugins) -> dict[str, Any]:
-    """Prepare every model as `serve` does, without fetching weights or opening a device; return all as plain data.
+    """Check and prepare all as `serve` does, without fetching weights or opening a device; return it as plain data.
 
     Raises:
-        AnycoreError: one cannot be served, or --strict refuses an adjustment.
+        AnycoreError: `serve` would refuse it, or --strict refuses an adjustment.
     """
+    from anycore.server.state import reading_of  # heavy imports
+
+    check_server(settings.server, settings.models, plugins)
     models = []
     for config, origins in zip(settings.models, settings.models_from, strict=True):
         if config.url is not None:
@@ -31,9 +38,29 @@ def effective(settings: Settings, plugins: Plugins) -> dict[str, Any]:
             )
             for device in devices
         }
+        first = each[config.placement[0]]
+        reading_of(config, first.source, first.card()["max_model_len"], plugins, settings.server.allow_request_template)
         placement = [place(each[device], device) for device in config.placement]
-        models.append({**model(each[config.placement[0]], origins), "placement": placement})
+        models.append({**model(first, origins), "placement": placement})
+    if settings.server.ray is None:  # which listens by itself
+        open_port(settings.server).close()  # last: a port in use need not mean that anything else is wrong
     return {"server": chosen(settings.server, settings.server_from), "models": models}
+
+
+def check_server(config: ServerConfig, models: Sequence[ModelConfig], plugins: Plugins) -> None:
+    """Refuse what `serve` would refuse before it looks at a model, or could not do for want of a package."""
+    from anycore.server.turns import check_tools
+
+    check(config, models)
+    check_tools(config.run_tools, plugins)
+    if config.otlp_traces_endpoint is not None:
+        from anycore.server.tracing import exporter_of
+
+        exporter_of(config.otlp_traces_endpoint).shutdown()
+    if config.ray is not None:
+        need_ray()
+    if any(model.url is not None for model in models):
+        import anycore.server.remote  # noqa: F401  (says which package is missing)
 
 
 def place(prepared: Prepared, device: int) -> str:

@@ -14,7 +14,7 @@ from anycore.cli.settings import gather
 from anycore.distributed.app import application
 from anycore.errors import ConfigError
 from anycore.server.auth import read_keys
-from anycore.server.run import check_names
+from anycore.server.beforehand import check_names
 
 
 def build(arguments: dict[str, str]) -> Any:

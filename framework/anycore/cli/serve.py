@@ -18,7 +18,8 @@ from anycore.config import ModelConfig, ServerConfig, shown
 from anycore.distributed.settings import check
 from anycore.ranks import follower, meeting
 from anycore.server import logs
-from anycore.server.run import check_names, serve
+from anycore.server.beforehand import check_names
+from anycore.server.run import serve
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ import msgspec
 
 from anycore.server import aside, child, logs, wire
 from anycore.server.auth import Guard, read_keys
+from anycore.server.beforehand import remote_keys
 from anycore.server.bridge import EngineClient
 from anycore.server.fronts import READY, FrontBoot
 from anycore.server.ledger import LEDGER, Ledger
@@ -27,7 +28,6 @@ from anycore.server.lifecycle import Server
 from anycore.server.phases import Phase
 from anycore.server.port import listen
 from anycore.server.reload import Reload
-from anycore.server.run import remote_keys
 from anycore.server.tls import Certificate, certificate_of
 
 

@@ -16,14 +16,15 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from anycore.config import ModelConfig, ServerConfig, flag
 from anycore.errors import ConfigError
 from anycore.server import aside, logs
-from anycore.server.auth import Guard, read_keys
+from anycore.server.auth import Guard
+from anycore.server.beforehand import check
 from anycore.server.bridge import EngineClient
 from anycore.server.fronts import Fronts
 from anycore.server.keys import Key
@@ -31,7 +32,7 @@ from anycore.server.ledger import LEDGER, Ledger
 from anycore.server.port import listen, url_of
 from anycore.server.reload import Reload
 from anycore.server.spares import Spares
-from anycore.server.tls import Certificate, certificate_of
+from anycore.server.tls import Certificate
 
 SOCKET_PATH = 100  # bytes that every system allows for the path of a local socket, its name included
 
@@ -52,12 +53,7 @@ def serve(
     Raises:
         AnycoreError: the server cannot be started as asked; `exit_code` fits.
     """
-    check_names(models)
-    if config.api_servers > 1 and any(model.keep_alive is not None for model in models):
-        raise ConfigError("--keep-alive works where one front serves: leave --api-servers at 1", param="keep_alive")
-    keys, secrets = read_keys(config)
-    secrets = [*secrets, *remote_keys(models)]
-    certificate = certificate_of(config)
+    keys, secrets, certificate = check(config, models)
     logs.of_server(config, secrets)
     listener = open_port(config)
     with listener:
@@ -90,35 +86,6 @@ def leave_if_busy(code: int) -> None:
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)
-
-
-def check_names(models: Sequence[ModelConfig]) -> None:
-    """Refuse two models under one name."""
-    seen: set[str] = set()
-    if not models:
-        raise ConfigError("there is no model to serve", param="model")
-    for name in (name for model in models for name in model.names):
-        if name in seen:
-            raise ConfigError(f"the name {name!r} is used twice: set --served-model-name", param="served_model_name")
-        seen.add(name)
-
-
-def remote_keys(models: Sequence[ModelConfig], environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The keys of other servers that models are served by.
-
-    Raises:
-        ConfigError: a variable that is to hold one is not set.
-    """
-    found = []
-    for model in models:
-        name = model.url_api_key_env
-        if name is not None:
-            if not environ.get(name):
-                raise ConfigError(
-                    f"{model.names[0]}: the variable {name} (url_api_key_env) is not set", param="url_api_key_env"
-                )
-            found.append(environ[name])
-    return found
 
 
 async def _serve(

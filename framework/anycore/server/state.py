@@ -48,15 +48,22 @@ def read(config: ModelConfig, plan: wire.Planned, plugins: Plugins, request_temp
     Raises:
         AnycoreError: a file or a setting is wrong.
     """
+    source = Source(plan.source, Path(plan.folder), Path(plan.gguf) if plan.gguf else None)
+    return reading_of(config, source, plan.card["max_model_len"], plugins, request_templates)
+
+
+def reading_of(
+    config: ModelConfig, source: Source, max_model_len: int, plugins: Plugins, request_templates: bool
+) -> Reading:
+    """`read` for a model that has been located."""
     from anycore.text.render import Renderer
     from anycore.text.replies.form import Formats
 
-    source = Source(plan.source, Path(plan.folder), Path(plan.gguf) if plan.gguf else None)
     spec = read_spec(source, plugins.architectures())
     defaults = sampling_defaults(
         source.read_object("generation_config.json"), config.override_generation_config, config.generation_config
     )
-    renderer = Renderer(source, spec, plan.card["max_model_len"], config.chat_template, request_templates)
+    renderer = Renderer(source, spec, max_model_len, config.chat_template, request_templates)
     formats = Formats(
         renderer.tokenizer, renderer.templates, plugins.formats, config.tool_parser, config.reasoning_parser
     )

@@ -18,7 +18,7 @@ from anycore.server.visits import Ended, Visit
 try:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
     from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
@@ -105,8 +105,11 @@ def tracer_of(endpoint: str | None) -> Tracer | None:
     Raises:
         ConfigError: it is no such address, or the packages are missing.
     """
-    if endpoint is None:
-        return None
+    return None if endpoint is None else Tracer(BatchSpanProcessor(exporter_of(endpoint)))
+
+
+def exporter_of(endpoint: str) -> SpanExporter:
+    """Return what sends traces to an address. Raises as `tracer_of`."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     if urlsplit(endpoint).scheme not in ("http", "https"):
@@ -115,7 +118,7 @@ def tracer_of(endpoint: str | None) -> Tracer | None:
             f"not {endpoint!r}",
             param="otlp_traces_endpoint",
         )
-    return Tracer(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    return OTLPSpanExporter(endpoint=endpoint)
 
 
 def attributes_of(visit: Visit, operation: str) -> dict[str, Any]:
