@@ -263,3 +263,52 @@ def test_h07_a_model_of_another_task(api: httpx.Client) -> None:
     for model in ("lm", "ce"):
         error_of(post(api, model, "a"), 400, "model", "task_not_supported")
     error_of(post(api, "nothing", "a"), 404, "model", "model_not_found")
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def test_a13_messages_are_embedded_as_their_chat_template_writes_them(
+    api: httpx.Client, t_qemb: Path, tmp_path: Path
+) -> None:
+    """As vLLM's embeddings of chats: the template's text without further special tokens, cut like any input."""
+    template = tmp_path / "chat.jinja"
+    template.write_text(tiny.CHAT_TEMPLATE.replace("{{ bos_token }}", "{{ style }}"))
+    messages = [{"role": "system", "content": "Represent it."}, {"role": "user", "content": TEXT}]
+    chat = {"model": "chat", "messages": messages}
+    with serve_here(served(t_qemb, "chat", chat_template=str(template))) as live, live.client() as client:
+
+        def embedded(**body: Any) -> dict[str, Any]:
+            return dict(ok(client.post("/v1/embeddings", json={**chat, **body})))
+
+        def ids(**body: Any) -> list[int]:
+            return list(ok(client.post("/tokenize", json={"add_generation_prompt": False, **chat, **body}))["tokens"])
+
+        for options in (
+            {},
+            {"add_generation_prompt": True},
+            {"add_special_tokens": True},
+            {"chat_template_kwargs": {"style": "x"}},
+        ):
+            expected, tokens = vectors(client, "chat", ids(**options))[0], ids(**options)
+            answer = embedded(**options)
+            assert np.allclose(answer["data"][0]["embedding"], expected, atol=1e-6), options
+            assert answer["usage"]["prompt_tokens"] == len(tokens)
+        cut = embedded(truncate_prompt_tokens=8)
+        assert (cut["usage"]["prompt_tokens"], cut["usage"]["truncated"]) == (8, 1)
+        for field, more in (
+            ("input", {"input": "a"}),
+            ("prompt_name", {"prompt_name": "query"}),
+            ("messages", {"messages": [{"role": "user", "content": LONG * 3}]}),
+            ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
+            ("chat_template", {"chat_template": "x"}),
+            ("chat_template_kwargs.messages", {"chat_template_kwargs": {"messages": []}}),
+        ):
+            error_of(client.post("/v1/embeddings", json={**chat, **more}), 400, field)
+        error_of(
+            client.post("/v1/embeddings", json={"model": "chat", "input": "a", "chat_template_kwargs": {}}),
+            400,
+            "chat_template_kwargs",
+        )
+    error_of(api.post("/v1/embeddings", json={**chat, "model": "bert"}), 400, "messages")
+    error_of(api.post("/v1/embeddings", json={"model": "bert"}), 400, "input", "missing_required_parameter")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,13 +33,17 @@ router = APIRouter(tags=["embed"], route_class=JsonRoute, dependencies=[INFER])
 
 @router.post("/v1/embeddings", response_model=None, responses=responses(Embeddings))
 async def embeddings(request: Request, body: EmbeddingBody, state: State, caller: Caller) -> Response:
-    """Return one vector an input. Texts get the model's special tokens and prompt; token ids are used as they are."""
+    """Return one vector an input. Texts get the model's special tokens and prompt, `messages` its chat template; ids stay."""
     model = admit(state, body, body.model, Task.EMBED)
     params = PoolingParams(dimensions=dimensions_of(model, body.dimensions), normalize=body.normalize)
-    names = names_of(body.input, "input")
-    prompt = body.input_type if body.prompt_name is None else body.prompt_name
-    with named_as({} if body.prompt_name is not None else {"prompt_name": "input_type"}):
-        rendered = await rendered_of(model, body.input, names, prompt, *body.cut())
+    if body.messages is not None:
+        names, rendered = ["messages"], [await conversation_of(model, body)]
+    else:
+        given = texts_of(body)
+        names = names_of(given, "input")
+        prompt = body.input_type if body.prompt_name is None else body.prompt_name
+        with named_as({} if body.prompt_name is not None else {"prompt_name": "input_type"}):
+            rendered = await rendered_of(model, given, names, prompt, *body.cut())
     vectors, used = await vectors_of(request, state, caller, model, rendered, names, params, body)
     data: list[Embedding] = []
     for i, vector in enumerate(vectors):
@@ -52,6 +58,41 @@ async def embeddings(request: Request, body: EmbeddingBody, state: State, caller
         "usage": used,
     }
     return json_response(reply)
+
+
+OF_CHAT = (
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template", "chat_template_kwargs"
+)  # fmt: skip
+
+
+def texts_of(body: EmbeddingBody) -> list[str | list[int]]:
+    """Return the inputs of a body without messages.
+
+    Raises:
+        BadRequest: there are none, or a field says how messages are to be put into words.
+    """
+    for name in OF_CHAT:
+        if name in body.model_fields_set:
+            raise BadRequest(f"{name} goes with messages, not with input", param=name)
+    if body.input is None:
+        raise BadRequest("send either input or messages", param="input", code="missing_required_parameter")
+    return body.input
+
+
+async def conversation_of(model: ServedModel, body: EmbeddingBody) -> Rendered:
+    """Put messages into the words of the model's chat template.
+
+    Raises:
+        BadRequest: there is input, too, or something is put before it that only goes before input.
+    """
+    for name in ("input", "prompt_name", "input_type"):
+        if getattr(body, name) is not None:
+            raise BadRequest(f"{name} does not go with messages: send one", param=name)
+    assert body.messages is not None
+    truncate, side = body.cut()
+    options = {name: getattr(body, name) for name in OF_CHAT}
+    chat = partial(model.renderer.chat, body.messages, **options, truncate=truncate, side=side, room=0)
+    return await asyncio.to_thread(chat)  # templates run elsewhere
 
 
 def names_of(items: Sequence[Any], field: str) -> list[str]:

@@ -74,9 +74,18 @@ class TeiBody(PoolBody):
 
 
 class EmbeddingBody(PoolBody):
-    input: Annotated[
-        list[str | list[int]], BeforeValidator(lambda value: inputs(value, "input")), input_schema("input")
-    ]
+    """Either `input`, or `messages`, of which the model's chat template makes one text."""
+
+    input: (
+        Annotated[list[str | list[int]], BeforeValidator(lambda value: inputs(value, "input")), input_schema("input")]
+        | None
+    ) = None
+    messages: Messages | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    add_special_tokens: bool = Field(False, description="beside those that the chat template writes")
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field({})
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=2**16)
     prompt_name: str | None = Field(None, description="a prompt of the model's files, put before each text")

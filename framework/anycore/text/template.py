@@ -176,7 +176,8 @@ class ChatTemplates:
         found = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
         if found is None:
             raise BadRequest(
-                "the model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
+                "the model has no chat template: send text instead of messages, or start the server with "
+                "--chat-template FILE",
                 param="messages",
             )
         return found
