@@ -33,7 +33,7 @@ router = APIRouter(tags=["embed"], route_class=JsonRoute, dependencies=[INFER])
 
 @router.post("/v1/embeddings", response_model=None, responses=responses(Embeddings))
 async def embeddings(request: Request, body: EmbeddingBody, state: State, caller: Caller) -> Response:
-    """Return one vector an input. Texts get the model's special tokens and prompt, `messages` its template; ids stay."""
+    """Return one vector an input. Texts get the model's special tokens and prompt, messages its template; ids stay."""
     model = admit(state, body, body.model, Task.EMBED)
     params = PoolingParams(dimensions=dimensions_of(model, body.dimensions), normalize=body.normalize)
     if body.messages is not None:
