@@ -99,7 +99,7 @@ def test_who_comes_and_goes_changes_no_token(
 def test_the_next_forward_pass_waits_for_no_answer(
     t_lm: Path, vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a turn the step before is sampled, then the next one launched, and only then answers are taken."""
+    """In a turn the next step is laid out, the one before sampled, the next launched; only then answers are taken."""
     engine, _ = made(t_lm, overlap=True, desk=False)
     engine.grammars = Grammars(lambda: vocabulary)
     engine.grammars.compile(LETTERS).result()
@@ -110,7 +110,7 @@ def test_the_next_forward_pass_waits_for_no_answer(
         monkeypatch.setattr(owner, name, lambda *given: (told.append(name), method(*given))[1])
 
     for owner, name in (
-        (engine.runner, "_step"), (engine.runner.sampler, "settle"),
+        (engine.runner, "_step"), (engine.runner.builder, "next_tokens"), (engine.runner.sampler, "settle"),
         (engine.runner.backend.ops, "sample"), (engine, "_commit"),
     ):  # fmt: skip
         listen(owner, name)
@@ -118,7 +118,7 @@ def test_the_next_forward_pass_waits_for_no_answer(
     while engine.has_work():
         engine.step()
     turns = " ".join(told)
-    assert turns.startswith("_step settle sample _step _commit settle sample _step _commit "), turns
+    assert turns.startswith("_step" + 2 * " next_tokens settle sample _step _commit"), turns
 
 
 def test_the_first_steps_error_is_heard(t_lm: Path, vocabulary: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

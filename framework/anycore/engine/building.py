@@ -5,6 +5,7 @@ Where the backend has a desk, steps that only decode are laid there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,15 @@ from anycore.engine.tables import BlockTables
 from anycore.models.spec import ModelSpec
 
 Array = np.ndarray[Any, Any]
+Sending = Callable[[], Batch]
+"""Sends what was laid out on the host to the device. To be called once the step before is sampled."""
 
 
 class BatchBuilder:
     """Builds the batch of a step, given the samples of the step before: a row whose token the host has not seen yet
     takes its id from them, on the device.
+
+    What the host has to do of it needs no samples. So it comes first, while a step before may still wait for its own.
     """
 
     def __init__(
@@ -47,15 +52,18 @@ class BatchBuilder:
         self._shared: int | None = None  # tokens that all share; None: not looked for since the batch has changed
         self._order: Tensor | None = None  # the longest first, found along with it: all grow alike
 
-    def remember(self, seats: Array, samples: Samples | None) -> None:
-        """Take note of what the step just launched has sampled, one row for each of some seats."""
-        self._samples = samples
+    def expect(self, seats: Array) -> None:
+        """Take note of whose rows the step just launched samples: one row for each of some seats."""
         if seats is not self._sampled:
             self._sampled = seats
             self._places.fill(-1)
             self._places[seats] = np.arange(len(seats))
 
-    def build(self, step: Step, output_rows: Array) -> Batch:
+    def remember(self, samples: Samples | None) -> None:
+        """Take note of what that step has sampled."""
+        self._samples = samples
+
+    def build(self, step: Step, output_rows: Array) -> Sending:
         """Any step. A token that the host has not seen is a request's last, sampled by the step just before.
 
         `output_rows` are those whose hidden states are wanted.
@@ -74,7 +82,7 @@ class BatchBuilder:
         self._starts, self._ends, self._lens, self._shared = starts, starts + lens, lens.tolist(), None
         decodes_only = self.kv is not None and len(ids) == len(lens)
         if self.desk is not None and every and decodes_only and not self.spec.token_type_count:
-            return self._laid_new(self.desk, ids, unseen, sampled)
+            return self._lay_new(self.desk, ids, unseen, sampled)
         arrays = [ids, np.array([] if every else output_rows, dtype=np.int64), unseen, sampled]
         if self.spec.token_type_count:
             types = np.zeros(len(ids), dtype=np.int64)
@@ -83,31 +91,36 @@ class BatchBuilder:
                     types[end - chunk.rows : end] = chunk.request.new.token_types
             arrays.append(types)
         owner = np.repeat(np.arange(len(lens)), lens)
-        batch, sent = self._send(np.arange(ends[-1]) + (starts - (ends - lens))[owner], owner, lens, arrays)
-        batch.input_ids = sent[0]
-        if not every:
-            batch.output_rows = sent[1]
-        if len(unseen):
-            assert self._samples is not None
-            batch.input_ids.index_copy_(0, sent[2], self._samples.ids[sent[3]])
-        if self.spec.token_type_count:
-            batch.token_types = sent[4]
-        return batch
+        positions = np.arange(ends[-1]) + (starts - (ends - lens))[owner]
 
-    def next_tokens(self, requests: list[Request]) -> Batch:
-        """A step that goes on with the token that the last one sampled for each of its requests, in the same order."""
-        assert self._samples is not None
+        def send() -> Batch:
+            batch, sent = self._send(positions, owner, lens, arrays)
+            batch.input_ids = sent[0]
+            if not every:
+                batch.output_rows = sent[1]
+            if len(unseen):
+                assert self._samples is not None
+                batch.input_ids.index_copy_(0, sent[2], self._samples.ids[sent[3]])
+            if self.spec.token_type_count:
+                batch.token_types = sent[4]
+            return batch
+
+        return send
+
+    def next_tokens(self, requests: list[Request]) -> Sending:
+        """A step that goes on with the token that the last one samples for each of its requests, in the same order."""
         count, starts = len(requests), self._ends
         self._starts, self._ends, self._lens = starts, starts + 1, [1] * count
         grown = self._write_tables(requests, starts)
-        if self.desk is not None:
-            batch = self._laid(self.desk, grown)
+        laid = None if self.desk is None else self._lay(self.desk, grown)
+
+        def send() -> Batch:
+            batch = laid() if laid is not None else self._send(starts, np.arange(count), np.ones_like(starts), [])[0]
+            assert self._samples is not None
             batch.input_ids = self._samples.ids
             return batch
-        every = np.arange(count)
-        batch, _ = self._send(starts, every, np.ones(count, dtype=np.int64), [])
-        batch.input_ids = self._samples.ids
-        return batch
+
+        return send
 
     def _ids(self, step: Step) -> tuple[Array, Array, Array]:
         """The ids of a step's rows, the rows of those that the device has, and where in the last samples."""
@@ -132,16 +145,21 @@ class BatchBuilder:
         self.tables.write([requests[i] for i in grown.tolist()])
         return grown
 
-    def _laid_new(self, desk: Desk, ids: Array, unseen: Array, sampled: Array) -> Batch:
+    def _lay_new(self, desk: Desk, ids: Array, unseen: Array, sampled: Array) -> Sending:
         desk.lay("ids", ids)
         rows, at = desk.lay("unseen", unseen), desk.lay("places", sampled)
-        batch = self._laid(desk, np.zeros(0, dtype=np.int64))
-        if len(unseen):
-            assert self._samples is not None
-            batch.input_ids.index_copy_(0, rows, self._samples.ids.index_select(0, at))
-        return batch
+        laid = self._lay(desk, np.zeros(0, dtype=np.int64))
 
-    def _laid(self, desk: Desk, grown: Array) -> Batch:
+        def send() -> Batch:
+            batch = laid()
+            if len(unseen):
+                assert self._samples is not None
+                batch.input_ids.index_copy_(0, rows, self._samples.ids.index_select(0, at))
+            return batch
+
+        return send
+
+    def _lay(self, desk: Desk, grown: Array) -> Sending:
         """One row of each request. `grown` are those that have a new block since they were laid."""
         count, size, starts = len(self._starts), self.limits.block_size, self._starts
         desk.lay("positions", starts)
@@ -155,12 +173,6 @@ class BatchBuilder:
             columns = starts[grown] // size
             cells = desk.lay("cells", grown * desk.tables.shape[1] + columns)
             blocks = desk.lay("blocks", self.tables.blocks(self._seats[grown], columns))
-        desk.send()
-        if changed:
-            tables = self.tables.first(self._seats, int(starts.max()) // size + 1)
-            self.memory.renew(desk.tables[:count, : tables.shape[1]], torch.from_numpy(tables))
-        elif len(grown):
-            desk.tables.view(-1).index_copy_(0, cells, blocks)
         batch = Batch(
             input_ids=desk.view("ids", count),
             positions=desk.view("positions", count),
@@ -176,7 +188,17 @@ class BatchBuilder:
             order=desk.view("order", count),
         )
         batch.seq_lens_device = desk.view("lens", count)
-        return batch
+
+        def send() -> Batch:
+            desk.send()
+            if changed:
+                tables = self.tables.first(self._seats, int(starts.max()) // size + 1)
+                self.memory.renew(desk.tables[:count, : tables.shape[1]], torch.from_numpy(tables))
+            elif len(grown):
+                desk.tables.view(-1).index_copy_(0, cells, blocks)
+            return batch
+
+        return send
 
     def _send(self, positions: Array, owner: Array, lens: Array, more: list[Array]) -> tuple[Batch, list[Tensor]]:
         """Everything but the ids: the batch, and the further arrays on the device."""

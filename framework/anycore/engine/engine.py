@@ -152,8 +152,6 @@ class Engine:
         deltas, self._early = self._early, []
         step = self.scheduler.schedule()
         overlap = self.runner.backend.overlap
-        if self._in_flight is not None:
-            self.runner.sample(self._in_flight)
         launched = self.runner.launch(step, overlap) if step.rows else None
         if launched is not None:
             self._stats.steps += 1

@@ -21,7 +21,7 @@ from anycore.engine.grammar import GrammarState
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
-MOST_THREADS = 8  # that take tokens and fill masks: 16 took half as long again on a card
+MOST_THREADS = 2  # that take tokens and fill masks: more took longer beside a card, the more the longer
 
 
 def threads() -> int:

@@ -2,7 +2,7 @@
 
 `launch` may return before the device is done; `collect` waits for it. A row whose token the host has not seen yet
 takes its id from the samples of the step before, on the device. Where rows keep to a grammar, their masks take as long
-as the forward pass: then `launch` may put sampling off until `sample` is called.
+as the forward pass: then sampling may be put off until the next step is laid out on the host.
 """
 
 from __future__ import annotations
@@ -66,29 +66,30 @@ class Runner:
         self.builder = BatchBuilder(model.spec, backend.memory, limits, kv, desk)
         self._before: Wanted | None = None  # of the step before
         self._ahead = False  # sampling may be put off
-        self._unsampled: tuple[Tensor, Sampling] | None = None  # logits of the step that waits for it
+        self._put_off: tuple[Tensor, Sampling] | None = None  # logits of the step that waits for it
+        self._unsampled: Launched | None = None  # that step
         self.padding = 0  # rows that steps computed for nothing
 
     @torch.inference_mode()
     def launch(self, step: Step, ahead: bool = False) -> Launched:
         """Build the batch and hand it to the device.
 
-        With `ahead`, a step whose sampling needs masks is not sampled before `sample` is called, which has to be before
-        the next step is launched: until then the host has other things to do, and the device the forward pass.
+        With `ahead`, a step whose sampling needs masks is not sampled before the next one is laid out or it is
+        collected: until then the host has other things to do, and the device the forward pass.
         """
-        assert self._unsampled is None, "the step before waits for `sample`"
         before = self._before
         goes_on = before is not None and before.only_sampled and not step.chunks and before.sampled == step.decodes
         if goes_on and before is not None:
-            wanted, sampling = before, self._sampling(before)
-            batch = self.builder.next_tokens(wanted.sampled)
+            wanted, send = before, self.builder.next_tokens(before.sampled)
         else:
-            for chunk in step.chunks:  # with one a request comes to its seat; some have no other kind of row
-                if not chunk.request.is_pooled:
-                    self.sampler.seat(chunk.request, chunk.request.num_output + (not chunk.last))
             wanted = self._wanted(step)
-            sampling = self._sampling(wanted)
-            batch = self.builder.build(step, wanted.rows)
+            send = self.builder.build(step, wanted.rows)
+        self._sample_last()
+        for chunk in step.chunks:  # with one a request comes to its seat; some have no other kind of row
+            if not chunk.request.is_pooled:
+                self.sampler.seat(chunk.request, chunk.request.num_output + (not chunk.last))
+        sampling = self._sampling(wanted)
+        batch = send()
         batch.plan = self.backend.ops.plan(batch)
         self._ahead = ahead
         launched = Launched(step, wanted, self._step(batch, sampling))
@@ -97,7 +98,10 @@ class Runner:
             launched.pooled = [self._pooled(launched.output.rows, batch)]
         batch.plan = None  # a plan knows its batch: the circle would keep masks and workspaces until it is looked for
         self._before = wanted
-        if self._unsampled is None:
+        self.builder.expect(wanted.seats)
+        if self._put_off is not None:
+            self._unsampled = launched
+        else:
             self._send_off(launched)
         return launched
 
@@ -107,12 +111,12 @@ class Runner:
         use = getattr(self._step, "use_pause", None)
         return use is not None and bool(use())
 
-    @torch.inference_mode()
-    def sample(self, launched: Launched) -> None:
+    def _sample_last(self) -> None:
         """Sample the step that was launched last, if that was put off."""
-        if self._unsampled is None:
+        if self._unsampled is None or self._put_off is None:
             return
-        (logits, sampling), self._unsampled = self._unsampled, None
+        launched, self._unsampled = self._unsampled, None
+        (logits, sampling), self._put_off = self._put_off, None
         self.sampler.settle()
         launched.output.samples = self.backend.ops.sample(logits, sampling)
         self._send_off(launched)
@@ -128,14 +132,16 @@ class Runner:
             self.sampler.observe(wanted.sampled, output.samples)
             together = output.samples.together
             leaving += _tensors(output.samples) if together is None else [together]
-        self.builder.remember(wanted.seats, output.samples)
+        self.builder.remember(output.samples)
         launched.arrive = self.backend.memory.download(leaving + launched.pooled)
         if wanted.sampled:
             launched.taken = self.sampler.take(launched.ids)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> Results:
-        """Wait for a step, which is sampled, and return its results. Grammars have taken its tokens then."""
+        """Wait for a step and return its results. Grammars have taken its tokens then."""
+        if launched is self._unsampled:
+            self._sample_last()
         arrived, wanted = launched.arrive(), launched.wanted
         if launched.taken is not None:
             launched.taken.result()
@@ -162,7 +168,7 @@ class Runner:
         logits = self.model.logits(rows)
         if sampling.masked is not None:
             if self._ahead:
-                self._unsampled = logits, sampling
+                self._put_off = logits, sampling
                 return NOT_YET
             self.sampler.settle()
         return self.backend.ops.sample(logits, sampling)
