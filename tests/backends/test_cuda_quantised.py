@@ -12,12 +12,15 @@ from torch import Tensor
 from anycore.contract.backend import Backend
 from anycore.contract.check_weights import check_quantised, exact_rows, fp8_weight, int4_weight, int8_weight
 from anycore.contract.weights import Int4Weight, QuantisedWeight
+from anycore_cuda.kernels import int4_dots, quantised_wide
 from anycore_cuda.kernels.int4 import nibble_matvec
+from anycore_cuda.kernels.int4_dots import nibble_dots
 from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import dense_product, dense_rows
 from anycore_cuda.kernels.quantised_products import product
 from anycore_cuda.kernels.quantised_rows import TORCH, fix, round_rows
 from anycore_cuda.kernels.quantised_shapes import Shape, shape_of
+from anycore_cuda.kernels.quantised_wide import Wide, cut, wide_product
 from anycore_cuda.ops import CudaOps
 
 HALF = torch.float16
@@ -226,6 +229,45 @@ def test_tiles_left_over_are_split(columns: int) -> None:
     exact = x.double() @ exact_rows(weight).T + bias
     out = product(x, packed, None, bias, torch.float32, 2, Shape(64, 16, columns, 4, 1, 3, 16, whole=3))
     torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(("group", "splits"), [(128, 1), (256, 3), (1280, 2)])
+def test_bytes_of_a_vector_meet_sixteen_rows_at_a_time(group: int, splits: int) -> None:
+    generator = torch.Generator().manual_seed(8)
+    weight = int4_weight((70, 1280), group, HALF, generator)
+    packed = opened().ops.pack(weight)
+    assert int4_dots.fits(packed)
+    x, bias = torch.randn(1, 1280, generator=generator).half(), torch.randn(70, generator=generator).half()
+    out = nibble_dots(fix(x, packed)[0], packed, bias, torch.float32, (32, 2, 1, splits, 0))
+    exact = x.double() @ exact_rows(weight).T + bias
+    torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
+    gated = nibble_dots(fix(x, packed)[0], packed, bias, torch.float32, (16, 1, 1, 1, 0), "silu")
+    exact = torch.nn.functional.silu(exact[:, :35]) * exact[:, 35:]
+    torch.testing.assert_close(gated.double(), exact, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    "shape", [Wide(64, 0, 1), Wide(16, 32, 1, 256), Wide(128, 16, 2), Wide(32, 16, 2, 256)], ids=str
+)
+def test_two_tiles_share_the_rows(shape: Wide) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for columns, group in ((768, 128), (1024, 1024)):
+        weight = int4_weight((300, columns), group, HALF, generator)
+        packed, x = opened().ops.pack(weight), torch.randn(70, columns, generator=generator).half()
+        assert quantised_wide.fits(x, packed)
+        bias = torch.randn(300, generator=generator).half()
+        out = wide_product(x, packed, bias, torch.float32, 2, shape)
+        torch.testing.assert_close(out.double(), x.double() @ exact_rows(weight).T + bias, rtol=4e-3, atol=4e-3)
+
+
+def test_parts_of_columns_all_have_a_turn() -> None:
+    for outputs, columns in ((37888, 3584), (3584, 18944), (4608, 3584), (3584, 3584), (300, 256)):
+        data, scale = torch.empty(outputs, columns // 8, device="meta"), torch.empty(outputs, columns // 128, 2)
+        packed = Packed("int4", data, scale, columns, 128, 1.0, HALF, False)
+        for rows, tiles in ((65, 1), (144, 2), (192, 1), (300, 2)):
+            _, splits = cut(packed, rows, Wide(128, 16, tiles), 132)
+            turns = columns // 256
+            assert (splits - 1) * -(-turns // splits) < turns
 
 
 def test_many_rows_meet_a_tile_of_the_matrix_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,22 @@ def _nibble_product(
         )  # fmt: skip
 
 
+def join(
+    parts: Tensor, out: Tensor, weight: Packed, row_scale: Tensor | None, bias: Tensor | None, early: bool = False
+) -> None:
+    """Add up [S, R, N], parts of a product's last N outputs, and put them into it [R, O], scaled and with the bias."""
+    splits, rows, last = parts.shape
+    outputs = out.shape[1]
+    block = 1024 if rows > 1 else 256
+    launch(
+        _join, (rows, triton.cdiv(last, block)), parts, out, weight.scale,
+        weight.scale if row_scale is None else row_scale, weight.scale if bias is None else bias, rows, outputs - last,
+        weight.unit,
+        OUTPUTS=outputs, SPLITS=splits, SCALED=weight.group == 0, ROUNDS=weight.rounds, BIAS=bias is not None,
+        BLOCK=block, EARLY=early, num_warps=4, **launch_options(early),
+    )  # fmt: skip
+
+
 def product(
     x: Tensor,
     weight: Packed,
@@ -240,10 +256,5 @@ def product(
             KIND=weight.kind, ROUNDS=weight.rounds, TURN=shape.columns, **same,
         )  # fmt: skip
     if rest:
-        launch(
-            _join, (rows, triton.cdiv(rest, 1024)), parts, out, weight.scale, scales, added, rows, outputs - rest,
-            weight.unit,
-            OUTPUTS=outputs, SPLITS=shape.splits, SCALED=weight.group == 0, ROUNDS=weight.rounds, BIAS=bias is not None,
-            BLOCK=1024, EARLY=early, num_warps=4, **launch_options(early),
-        )  # fmt: skip
+        join(parts, out, weight, row_scale, bias, early)
     return out
