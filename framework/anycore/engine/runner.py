@@ -92,7 +92,11 @@ class Runner:
         batch = send()
         batch.plan = self.backend.ops.plan(batch)
         self._ahead = ahead
+        if sampling is not None and not ahead:
+            self.sampler.start_masks()
         launched = Launched(step, wanted, self._step(batch, sampling))
+        if sampling is not None and ahead:  # only then: the device waits for its step, the masks for the tokens before
+            self.sampler.start_masks()
         self.padding += batch.padding
         if wanted.pooled:
             launched.pooled = [self._pooled(launched.output.rows, batch)]

@@ -129,8 +129,6 @@ class Sampler:
             group.lasts -= 1
         else:
             group = self._group = self._new_group(requests, seats)
-        if group.held:
-            self._masks.start(list(group.held.values()))
         places = self._places[group.seats]
         self._places[group.seats] += np.uint64(1)
         if not group.sampling.all_greedy:
@@ -224,8 +222,13 @@ class Sampler:
         """Room for the masks of rows that keep to a grammar."""
         return (self._longs(rows), self._masks.room(len(rows))) if rows else None
 
+    def start_masks(self) -> None:
+        """Begin to make the masks of the step that `prepare` was called for, if any of its rows keeps to a grammar."""
+        if self._group is not None and self._group.held:
+            self._masks.start(list(self._group.held.values()))
+
     def settle(self) -> None:
-        """Wait for the masks of the step that `prepare` was called for, and bring them where its sampling looks."""
+        """Wait for these masks, and bring them where the step's sampling looks."""
         self._masks.settle()
 
     def take(self, ids: Callable[[], list[int]]) -> Future[None] | None:
