@@ -48,7 +48,7 @@ def fits(x: Tensor, weight: Packed) -> bool:
 
 @triton.jit
 def _scales(scale_ptr, output, column, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    at = scale_ptr.to(tl.pointer_type(tl.int32)) + output * GROUPS + tl.minimum(column // GROUP, GROUPS - 1)
+    at = scale_ptr.to(tl.pointer_type(tl.int32)) + (output * GROUPS + tl.minimum(column // GROUP, GROUPS - 1))
     return pair_of(tl.load(at, mask=output < OUTPUTS, other=0)[:, None])
 
 
