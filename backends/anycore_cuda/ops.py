@@ -235,8 +235,9 @@ class CudaOps(Ops):
             if params.masked is not None:
                 masks.constrain(logits, *params.masked)
         filters = (None, None, None) if params.all_greedy else (params.top_k, params.top_p, params.min_p)
-        ids, fine = choose(logits, params.temperature, params.uniforms, *filters, self.early, placed)
-        samples = Samples(ids=ids, finite=fine if finite is None else finite)
+        both, fine = choose(logits, params.temperature, params.uniforms, *filters, self.early, placed)
+        ids, alone = both[0], finite is None and raw is None
+        samples = Samples(ids, fine if finite is None else finite, together=both if alone else None)
         if raw is not None and params.logprobs is not None:
             report = sampling.report(raw, ids, params.logprobs, normaliser(raw))
             samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs = report

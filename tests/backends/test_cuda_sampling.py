@@ -36,13 +36,14 @@ def check(logits: Tensor, k: int | None, p: float | None, min_p: float | None, t
     wanted = wanted[torch.linspace(0, len(wanted) - 1, min(len(wanted), 4)).long()]
     uniforms = (exact.cumsum(0) - exact / 2)[wanted]
     rows = len(wanted)
-    ids, finite = choose(
+    (ids, again), finite = choose(
         logits.repeat(rows, 1), torch.full((rows,), temperature), uniforms,
         None if k is None else torch.full((rows,), k),
         None if p is None else torch.full((rows,), p),
         None if min_p is None else torch.full((rows,), min_p),
     )  # fmt: skip
     assert finite.all()
+    assert again.tolist() == [1] * rows
     assert ids.tolist() == wanted.tolist()
     return int((exact > 0).sum())
 
@@ -110,15 +111,15 @@ def test_rows_of_all_kinds_together_are_what_they_are_alone() -> None:
     top_k = torch.tensor([3, 5, vocab, 2, 7, 1, vocab, 4, vocab, vocab, 300, 9])
     top_p = torch.tensor([0.9, 0.5, 0.8, 0.7, 0.6, 1.0, 1.0, 0.0, 1.0, 0.95, 0.999, 1.0])
     min_p = torch.tensor([0.0, 0.1, 0.0, 0.5, 0.0, 0.2, 0.0, 0.0, 0.3, 0.0, 0.001, 0.0])
-    together, _ = choose(logits, temperature, uniforms, top_k, top_p, min_p)
+    (together, _), _ = choose(logits, temperature, uniforms, top_k, top_p, min_p)
     reference = sampling.sample(logits.clone(), Sampling(temperature, uniforms, top_k, top_p, min_p)).ids
     assert together.tolist() == reference.tolist()
     assert together[:2].tolist() == logits[:2].argmax(-1).tolist()
     for i in range(rows):
         one = slice(i, i + 1)
-        alone, _ = choose(logits[one], temperature[one], uniforms[one], top_k[one], top_p[one], min_p[one])
+        (alone, _), _ = choose(logits[one], temperature[one], uniforms[one], top_k[one], top_p[one], min_p[one])
         assert alone[0] == together[i]
-    plain, _ = choose(logits, temperature, uniforms)
+    (plain, _), _ = choose(logits, temperature, uniforms)
     assert plain[6] == together[6]
     assert plain.tolist() == sampling.sample(logits.clone(), Sampling(temperature, uniforms)).ids.tolist()
 
@@ -128,8 +129,8 @@ def test_rows_that_are_not_finite_are_reported() -> None:
     logits[0, 3], logits[1, 150], logits[2], logits[3, 100:] = float("nan"), INF, -INF, -INF
     ones, uniforms = torch.ones(5), torch.rand(5, dtype=torch.float64)
     for filters in ((None, None, None), (None, ones * 0.5, None), (torch.full((5,), 3), None, ones * 0.1)):
-        ids, finite = choose(logits, ones, uniforms, *filters)
-        assert finite.tolist() == [False, False, False, True, True]
+        (ids, again), finite = choose(logits, ones, uniforms, *filters)
+        assert finite.tolist() == again.tolist() == [False, False, False, True, True]
         assert ids.min() >= 0
         assert ids.max() < 190
 

@@ -69,10 +69,10 @@ def _draw(row_ptr, bests, masses, best, temperature, uniform, fallback, vocab, S
     return tl.where(found >= 0, found, fallback)
 
 
-@triton.jit(do_not_specialize=["filters"])
+@triton.jit(do_not_specialize=["filters", "both_stride"])
 def _choose(
     logits_ptr, temperature_ptr, uniform_ptr, top_k_ptr, top_p_ptr, min_p_ptr, best_ptr, mass_ptr, live_ptr, kept_ptr,
-    ids_ptr, finite_ptr, stride, vocab, spans, greedy_below, filters,
+    ids_ptr, finite_ptr, both_stride, stride, vocab, spans, greedy_below, filters,
     FILTERED: tl.constexpr, SPAN: tl.constexpr, WIDTH: tl.constexpr, CAPACITY: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
@@ -113,6 +113,7 @@ def _choose(
         else:
             chosen = _draw(row_ptr, bests, masses, best, temperature, uniform, chosen, vocab, SPAN, WIDTH)
     tl.store(ids_ptr + row, chosen.to(tl.int64))
+    tl.store(ids_ptr + both_stride + row, finite.to(tl.int64))
     tl.store(finite_ptr + row, finite)
 
 
@@ -151,7 +152,7 @@ def choose(
     masked: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Greedy where the temperature is 0, else a draw from what top-k, then top-p, then min-p leave; equal logits are
-    kept in the order of ids. Returns ids and `finite`, both [R].
+    kept in the order of ids. Returns both in one, [2, R] int64, and `finite` [R] as it is.
 
     `masked`: places [R] int32 in words [K, ceil(V / 32)] int32, below 0 for rows without one; what a row's words do not
     allow is struck out of its logits first. A row that is allowed nothing is not finite.
@@ -159,7 +160,8 @@ def choose(
     rows, vocab = logits.shape
     best, mass = _spans_of(logits, temperature, masked, early)
     spans = best.shape[1]
-    ids = logits.new_empty(rows, dtype=torch.int64)
+    both = logits.new_empty(2, rows, dtype=torch.int64)
+    ids = both[0]
     finite = logits.new_empty(rows, dtype=torch.bool)
     filters = (top_k is not None) + 2 * (top_p is not None) + 4 * (min_p is not None)
     live = kept = ids
@@ -171,8 +173,8 @@ def choose(
         _choose, (rows,),
         logits, temperature, uniforms, ids if top_k is None else top_k,
         temperature if top_p is None else top_p, temperature if min_p is None else min_p,
-        best, mass, live, kept, ids, finite, logits.stride(0), vocab, spans, GREEDY_BELOW, filters,
+        best, mass, live, kept, both, finite, rows, logits.stride(0), vocab, spans, GREEDY_BELOW, filters,
         FILTERED=filters > 0, SPAN=SPAN, WIDTH=max(16, triton.next_power_of_2(spans)), CAPACITY=CAPACITY,
         EARLY=early, num_warps=WARPS, **launch_options(early),
     )  # fmt: skip
-    return ids, finite
+    return both, finite

@@ -163,7 +163,7 @@ class GraphStep:
 
         def work() -> StepOutput:
             output = self.step(mine, sampling)
-            if output.samples is not None:
+            if output.samples is not None and output.samples.together is None:
                 ids, finite = output.samples.ids, output.samples.finite
                 output.samples.together = torch.stack((ids, finite.to(ids.dtype)))
             return output

@@ -6,6 +6,7 @@ is done in order, so that a state is never used from two threads, and whoever la
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from anycore.engine.grammar import GrammarState
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
-MOST_THREADS = 2  # that take tokens and fill masks: more took longer beside a card, the more the longer
+MOST_THREADS = 8  # that share the rows of grammars whose masks take long
+LONG = 0.003  # seconds: masks that took less are made by one thread, which others would only hinder
 
 
 def threads() -> int:
@@ -38,7 +40,8 @@ class Masks:
         self._memory = memory
         self._here: Tensor | None = None  # [seats, words] on the host, from where the device copies without help
         self._there: Tensor | None = None  # and on the device
-        self._executor: LLExecutor | None = None
+        self._executors: dict[int, LLExecutor] = {}  # by their threads
+        self._seconds = 0.0  # that the masks of the step before took
         self._thread = ThreadPoolExecutor(1, "masks", initializer=_use, initargs=(memory.device,))
         self._filling: tuple[int, Future[None]] | None = None  # how many masks are under way
 
@@ -84,7 +87,9 @@ class Masks:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         rows = [(state.matcher, row) for row, state in enumerate(states)]
+        began = time.perf_counter()
         fill_next_token_bitmask_par(self._threads(), rows, into)
+        self._seconds = time.perf_counter() - began
         for matcher, row in rows:
             if matcher.is_error():
                 into[row] = -1
@@ -92,9 +97,10 @@ class Masks:
     def _threads(self) -> LLExecutor:
         from llguidance import LLExecutor
 
-        if self._executor is None:
-            self._executor = LLExecutor(threads())
-        return self._executor
+        count = threads() if self._seconds > LONG else 1
+        if count not in self._executors:
+            self._executors[count] = LLExecutor(count)
+        return self._executors[count]
 
 
 def _use(device: torch.device) -> None:

@@ -151,10 +151,11 @@ class Runner:
             launched.taken.result()
         further, arrived = iter(arrived[: launched.further]), arrived[launched.further :]
         results = Results()
+        pooled = arrived.pop().numpy() if wanted.pooled else None
         if wanted.sampled:
             if launched.output.samples is not None and launched.output.samples.together is not None:
                 arrived = list(arrived[0][:, : len(wanted.sampled)])
-            samples = Samples(*arrived[: len(arrived) - bool(wanted.pooled)])
+            samples = Samples(*arrived)
             results.sampled = wanted.sampled
             results.tokens, results.finite = samples.ids.tolist(), samples.finite.tolist()
             named = alternatives.named(further, wanted.sampled, wanted.asking)
@@ -162,10 +163,9 @@ class Runner:
             results.branches = alternatives.branched(further, wanted.sampled, wanted.asking, results.logprobs)
         if wanted.prompt:
             results.prompt = self._prompt_scores(launched)
-        if wanted.pooled:
-            vectors = arrived[-1].numpy()
-            finite = np.isfinite(vectors).all(axis=1).tolist()
-            results.pooled = list(zip(wanted.pooled, vectors, finite, strict=True))
+        if pooled is not None:
+            finite = np.isfinite(pooled).all(axis=1).tolist()
+            results.pooled = list(zip(wanted.pooled, pooled, finite, strict=True))
         return results
 
     def _sample(self, rows: Tensor, sampling: Sampling) -> Samples:
