@@ -2,11 +2,11 @@
 
 That thread waits for a step's tokens itself, takes them, then fills the masks of the step after: what it is asked for
 is done in order, so that a state is never used from two threads, and whoever launches steps waits only for the masks.
+It is one thread, since several that share the rows took longer, the more of them the longer (docs/performance.md).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -16,19 +16,10 @@ import torch
 from torch import Tensor
 
 from anycore.contract.backend import Memory
-from anycore.contract.host import usable_cores
 from anycore.engine.grammar import GrammarState
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor
-
-MOST_THREADS = 8  # that share the rows of grammars whose masks take long
-LONG = 0.003  # seconds: masks that took less are made by one thread, which others would only hinder
-
-
-def threads() -> int:
-    """How many threads share the rows: half of the cores that this process may use."""
-    return max(1, min(MOST_THREADS, usable_cores() // 2))
 
 
 class Masks:
@@ -40,8 +31,7 @@ class Masks:
         self._memory = memory
         self._here: Tensor | None = None  # [seats, words] on the host, from where the device copies without help
         self._there: Tensor | None = None  # and on the device
-        self._executors: dict[int, LLExecutor] = {}  # by their threads
-        self._seconds = 0.0  # that the masks of the step before took
+        self._executor: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, "masks", initializer=_use, initargs=(memory.device,))
         self._filling: tuple[int, Future[None]] | None = None  # how many masks are under way
 
@@ -79,7 +69,7 @@ class Masks:
 
     def _take(self, states: list[GrammarState], tokens: Callable[[], list[int]]) -> None:
         moves = [(state.matcher, token) for state, token in zip(states, tokens(), strict=True)]
-        for state, allowed in zip(states, self._threads().consume_token_par(moves), strict=True):
+        for state, allowed in zip(states, self._native().consume_token_par(moves), strict=True):
             state.note(allowed)
 
     def fill(self, states: list[GrammarState], into: np.ndarray[Any, Any]) -> None:
@@ -87,20 +77,18 @@ class Masks:
         from llguidance.numpy import fill_next_token_bitmask_par
 
         rows = [(state.matcher, row) for row, state in enumerate(states)]
-        began = time.perf_counter()
-        fill_next_token_bitmask_par(self._threads(), rows, into)
-        self._seconds = time.perf_counter() - began
+        fill_next_token_bitmask_par(self._native(), rows, into)
         for matcher, row in rows:
             if matcher.is_error():
                 into[row] = -1
 
-    def _threads(self) -> LLExecutor:
+    def _native(self) -> LLExecutor:
+        """What runs the library's code on all rows in one call, without Python's lock."""
         from llguidance import LLExecutor
 
-        count = threads() if self._seconds > LONG else 1
-        if count not in self._executors:
-            self._executors[count] = LLExecutor(count)
-        return self._executors[count]
+        if self._executor is None:
+            self._executor = LLExecutor(1)
+        return self._executor
 
 
 def _use(device: torch.device) -> None:
