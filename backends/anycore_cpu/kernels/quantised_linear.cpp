@@ -1,5 +1,6 @@
 // Linear layers whose matrix is quantised: rows are rounded, then multiplied by panel after panel.
 #include <algorithm>
+#include <climits>
 
 #include "interface.hpp"
 #include "quantised.hpp"
@@ -16,6 +17,7 @@ constexpr long TASKS = 4;               // of each thread, before any has more t
 constexpr long ROUNDED = 512;           // rows at a time, so that they take little memory
 constexpr long SERIAL = 1L << 19;       // products that are done before another thread has woken up
 constexpr long SERIAL_ROWS = 1L << 15;  // numbers that are rounded before another thread has
+constexpr long TOGETHER = 16;           // rows whose scales share a cache line: threads would take it from each other
 [[maybe_unused]] constexpr long TILE_ROWS = 8;  // fewer are multiplied sooner by dot products: the results are equal
 
 void multiply_panel(const Panel& panel, const RoundedRows& rounded, long first, long count, Passing passing,
@@ -49,6 +51,17 @@ void finish(const float* sums, long rows, long columns, float factor, const bf16
     }
 }
 
+// Panels of a task: as many as may be, or up to half as many if threads that are equally fast then end sooner.
+long run_of(long panels, long blocks, long threads) {
+    const long most = std::max(1L, std::min(RUN, panels * blocks / (TASKS * threads)));
+    long best = most, least = LONG_MAX;
+    for (long run = most; 2 * run > most; run--) {
+        const long tasks = (panels + run - 1) / run * blocks, last = (tasks + threads - 1) / threads * run;
+        if (last < least) best = run, least = last;
+    }
+    return best;
+}
+
 template <class Out>
 void some_rows(const Quantised& matrix, const bf16* x, long rows, long stride, const bf16* bias, Out* out) {
     static thread_local Scratch scratch;
@@ -57,18 +70,22 @@ void some_rows(const Quantised& matrix, const bf16* x, long rows, long stride, c
     const RoundedRows rounded = {scratch.take<int8_t>(rows * width), scratch.take<float>(groups * lined),
                                  scratch.take<float>(groups * lined), scratch.take<int32_t>(groups * lined), width,
                                  lined};
-    const auto round = [&](long row) { round_row(matrix, x + row * stride, row, rounded); };
+    const auto round = [&](long task) {
+        for (long r = task * TOGETHER; r < std::min(rows, (task + 1) * TOGETHER); r++)
+            round_row(matrix, x + r * stride, r, rounded);
+    };
+    const long rounds = (rows + TOGETHER - 1) / TOGETHER;
     if (rows * width < SERIAL_ROWS)
-        for (long r = 0; r < rows; r++) round(r);
+        for (long i = 0; i < rounds; i++) round(i);
     else
-        parallel_for(rows, round);
+        parallel_for(rounds, round);
     for (long g = 0; g < groups; g++)
         for (long r = rows; r < lined; r++) rounded.scales[g * lined + r] = rounded.totals[g * lined + r] = 0;
 
     const long panels = matrix.panels(), blocks = (rows + ROWS - 1) / ROWS;
     const bool serial = rows * width * matrix.outputs < SERIAL;
-    const long shared = serial ? 1 : TASKS * thread_count();
-    const long run = std::max(1L, std::min(RUN, panels * blocks / shared)), runs = (panels + run - 1) / run;
+    const long run = serial ? std::min(RUN, panels) : run_of(panels, blocks, thread_count());
+    const long runs = (panels + run - 1) / run;
     const auto task = [&](long index) {
         index = runs * blocks - 1 - index;  // they are taken from the last one on
         const long first = index / runs * ROWS, begin = index % runs * run, end = std::min(panels, begin + run);
