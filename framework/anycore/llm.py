@@ -18,6 +18,7 @@ from anycore.contract.declare import Task
 from anycore.engine.defaults import sampling_defaults
 from anycore.engine.grammar import Grammars
 from anycore.engine.launch import prepare
+from anycore.engine.pooling import comparable, similarity
 from anycore.engine.request import Beams, Delta, FinishReason, NewRequest, PoolingParams, SamplingParams
 from anycore.engine.searches import Texts
 from anycore.errors import AnycoreError, BadRequest, TaskNotSupported
@@ -273,9 +274,10 @@ class LLM:
         asked = self.renderer.each(lambda text: self.renderer.query_draft(text, instruction, truncate), different)
         answers = self.renderer.each(lambda text: self.renderer.document_draft(text, truncate), documents)
         count = len(different) + len(documents)
-        vectors = self._vectors(itertools.chain(asked, answers), count, PoolingParams(normalize=True))
+        vectors = self._vectors(itertools.chain(asked, answers), count, comparable(self.spec))
         of_query = dict(zip(different, vectors, strict=False))
-        return [float(of_query[q] @ vector) for q, vector in zip(queries, vectors[len(different) :], strict=True)]
+        pairs = zip(queries, vectors[len(different) :], strict=True)
+        return [similarity(of_query[query], vector, self.spec) for query, vector in pairs]
 
     def _vectors(self, rendered: Iterable[Rendered], count: int, params: PoolingParams) -> list[Vector]:
         deltas = self._pooled(rendered, count, params)

@@ -93,7 +93,7 @@ def test_e01_an_unknown_pooling_is_refused(content: dict[str, Any], tmp_path: Pa
 
 def test_e01_without_a_file_the_default_says_so(tmp_path: Path) -> None:
     encoder = spec_of(tiny.tiny_bert(tmp_path / "bert", layout=None))
-    assert encoder.pooling == PoolingSpec("mean", source="default")
+    assert encoder.pooling == PoolingSpec("mean", source="default", max_length=128)  # the tokenizer's
     decoder = spec_of(written(tmp_path / "llama", LLAMA))
     assert decoder.pooling == PoolingSpec("last", source="default")
 
@@ -277,9 +277,9 @@ def test_e03_words_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
 )
 def test_the_activation_of_a_cross_encoder_is_the_files(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     tiny.tiny_cross_encoder(tmp_path)
-    assert spec_of(tmp_path).score == ScoreSpec("classifier", 1, "sigmoid")
+    assert spec_of(tmp_path).score == ScoreSpec("classifier", 1, "sigmoid", max_length=128)
     edit(tmp_path, name, **changes)
-    assert spec_of(tmp_path).score == ScoreSpec("classifier", 1, "identity")
+    assert spec_of(tmp_path).score == ScoreSpec("classifier", 1, "identity", max_length=128)
 
 
 def test_o15_an_activation_is_never_imported(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from anycore.errors import BadRequest, ConfigError, ContextLengthExceeded, Unsup
 from anycore.models.source import Source, locate
 from anycore.models.spec import ModelSpec, PoolingSpec, ScoreSpec, read_spec
 from anycore.text.render import Renderer
-from anycore.text.rerank_profiles import PROFILES, profile_of
+from anycore.text.rerank_profiles import PROFILES, RerankProfile, profile_of
 from anycore.text.tokenizer import Tokenizer
 
 QWEN3 = PROFILES[0]
@@ -118,7 +118,7 @@ def test_the_template_file_of_the_flag(t_lm: Path, tmp_path: Path) -> None:
 
 
 def test_without_a_template_the_error_says_what_to_do(t_qemb: Path) -> None:
-    with pytest.raises(BadRequest, match=r"no chat template: use /v1/completions, or .*--chat-template"):
+    with pytest.raises(BadRequest, match=r"no chat template: send text instead of messages, or .*--chat-template"):
         renderer(t_qemb).chat(USER)
 
 
@@ -314,13 +314,24 @@ def test_e03_braces_in_query_and_instruction_are_text(qrr: Renderer) -> None:
 
 def test_e03_profiles() -> None:
     spec = read_spec_of("Qwen3ForCausalLM", ScoreSpec("yes_no"))
-    assert profile_of(spec, []) is QWEN3
-    assert profile_of(replace(spec, score=ScoreSpec("cosine")), []) is None
+
+    def found(spec: ModelSpec, template: str | None = None) -> RerankProfile | None:
+        return profile_of(spec, template, lambda messages: "")
+
+    assert found(spec) is QWEN3
+    assert found(replace(spec, score=ScoreSpec("cosine"))) is None
     classifier = replace(spec, architecture="Qwen3ForSequenceClassification", score=ScoreSpec("classifier"))
-    assert profile_of(classifier, []) is None
-    assert profile_of(classifier, [tiny.RERANK_TEMPLATE]) is QWEN3
+    assert found(classifier) is None
+    assert found(classifier, tiny.CHAT_TEMPLATE + "{# Judge whether the Document meets the requirements #}") is QWEN3
     with pytest.raises(Unsupported, match=r"LlamaForCausalLM answers yes or no.*qwen3-reranker"):
-        profile_of(replace(spec, architecture="LlamaForCausalLM"), [])
+        found(replace(spec, architecture="LlamaForCausalLM"))
+
+
+def test_e03_the_template_of_a_reranker_is_read_as_a_profile(qrr: Renderer) -> None:
+    """What the model's own template says is what is known of its kind."""
+    profile = qrr._profile
+    assert profile is not None
+    assert (profile.head, profile.suffix, profile.instruction) == (QWEN3.head, QWEN3.suffix, QWEN3.instruction)
 
 
 def read_spec_of(architecture: str, score: ScoreSpec) -> ModelSpec:

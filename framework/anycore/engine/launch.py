@@ -94,7 +94,7 @@ class Prepared:
             "evidence": evidence.of_row(self.choice.spec, self.choice.support, self.choice.device.chip),
             "pooling": pooling.kind if pooling else None,
             "pooling_source": pooling.source if pooling else None,
-            "dimensions": self.spec.vector_size if self.task is Task.EMBED else None,
+            "dimensions": self.spec.usual_vector_size if self.task is Task.EMBED else None,
             "matryoshka": list(pooling.matryoshka) if pooling else [],
             "prompts": [name for name, _ in pooling.prompts] if pooling else [],
             "tensor_parallel_size": self.config.tensor_parallel_size,

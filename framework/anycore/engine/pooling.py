@@ -16,8 +16,7 @@ EPSILON = 1e-12
 
 def finish_vector(vector: NDArray[np.float32], spec: ModelSpec, params: PoolingParams) -> NDArray[np.float32]:
     """Cut a pooled vector [H] to the dimensions asked for, then normalise it if the model or the request says so."""
-    if params.dimensions is not None:
-        vector = vector[: params.dimensions]
+    vector = vector[: params.dimensions or spec.usual_vector_size]
     normalize = params.normalize
     if normalize is None:
         normalize = spec.pooling.normalize if spec.pooling else True
@@ -37,8 +36,25 @@ def finish_scores(logits: NDArray[np.float32], spec: ModelSpec, params: PoolingP
     wide = logits.astype(np.float64)
     if spec.score.kind == "yes_no":
         difference = wide[1] - wide[0]
-        return [float(difference if params.raw_scores else _sigmoid(difference))]
+        raw = params.raw_scores or spec.score.activation == "identity"
+        return [float(difference if raw else _sigmoid(difference))]
     return activated(wide, "identity" if params.raw_scores else spec.score.activation)
+
+
+def comparable(spec: ModelSpec) -> PoolingParams:
+    """How vectors are asked for whose `similarity` is wanted."""
+    cosine = spec.pooling is None or spec.pooling.similarity == "cosine"
+    return PoolingParams(normalize=True if cosine else None)
+
+
+def similarity(one: NDArray[np.float32], other: NDArray[np.float32], spec: ModelSpec) -> float:
+    """How alike two `comparable` vectors are, as the model's files measure it: more is more, distances are below 0."""
+    kind = spec.pooling.similarity if spec.pooling is not None else "cosine"
+    first, second = one.astype(np.float64), other.astype(np.float64)
+    if kind in ("cosine", "dot"):
+        return float(first @ second)
+    difference = first - second
+    return -float(np.abs(difference).sum() if kind == "manhattan" else np.sqrt(difference @ difference))
 
 
 def activated(logits: NDArray[np.float64], kind: str) -> list[float]:

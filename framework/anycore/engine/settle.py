@@ -127,10 +127,11 @@ def settle(
 
 
 def _own_length(spec: ModelSpec) -> int | None:
-    """The length sentence-transformers files limit a model to; None leaves it to the positions."""
-    if spec.pooling is None or spec.pooling.max_length is None:
+    """The length its files limit the inputs of an embedder or a reranker to; None leaves it to the positions."""
+    said = spec.pooling or spec.score
+    if said is None or said.max_length is None or Task.GENERATE in spec.tasks:
         return None
-    return min(spec.pooling.max_length, spec.max_positions)
+    return min(said.max_length, spec.max_positions)
 
 
 def _dtype(config: ModelConfig, spec: ModelSpec, choice: Choice) -> Decision:

@@ -37,6 +37,7 @@ ACTIVATIONS = {
     "SiLU": "silu",
 }
 """Class names at the end of the dotted paths that sentence-transformers writes. They are never imported."""
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 
 
 def apply(spec: ModelSpec, source: Source, config: dict[str, Any], pooling: str | None = None) -> ModelSpec:
@@ -48,11 +49,12 @@ def apply(spec: ModelSpec, source: Source, config: dict[str, Any], pooling: str 
     spec = replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *ends))))
     modules = read_modules(source)
     if spec.score is not None and spec.score.kind == "classifier" and "classifier_from_token" not in config:
-        return replace(spec, score=replace(spec.score, activation=activation_of_score(source, config, spec.score)))
+        score = replace(spec.score, activation=activation_of_score(source, config, spec.score.activation))
+        return replace(spec, score=told(score, source))
     if spec.family == "decoder":
         ids = yes_no_ids(spec, source, config, modules)
         if ids is not None:
-            score = ScoreSpec("yes_no", 2, "softmax", ids)
+            score = told(ScoreSpec("yes_no", 2, activation_of_score(source, config, "softmax"), ids), source)
             return replace(spec, tasks=(Task.RERANK, Task.GENERATE), head="lm", pooling=None, score=score)
     if spec.pooling is None:
         return spec
@@ -62,7 +64,11 @@ def apply(spec: ModelSpec, source: Source, config: dict[str, Any], pooling: str 
         spec = replace(
             spec, tasks=(Task.EMBED, Task.RERANK), head=None, score=ScoreSpec("cosine", activation="identity")
         )
-    check_dense(vectors, spec)
+    width = check_dense(vectors, spec)
+    if vectors.truncate_dim is not None and vectors.truncate_dim > width:
+        raise ConfigError(
+            f"config_sentence_transformers.json: truncate_dim is {vectors.truncate_dim}, but vectors have {width}"
+        )
     return replace(spec, pooling=vectors)
 
 
@@ -102,12 +108,17 @@ def read_pooling(
         raise Unsupported(f"modules.json of {source.name}: the order {', '.join(kinds)} is not {', '.join(known[:4])}")
     if any(path for kind, path in modules if kind == "Transformer"):
         raise Unsupported(f"modules.json of {source.name} has the Transformer in a folder of its own, not supported")
-    prompts = source.read_object("config_sentence_transformers.json") or {}
-    check(prompts, ("prompts", "default_prompt_name"), "config_sentence_transformers.json")
+    prompts = read_prompts(source)
+    similarity = prompts.get("similarity_fn_name") or "cosine"
+    if similarity not in SIMILARITIES:
+        raise Unsupported(
+            f"config_sentence_transformers.json of {source.name}: similarity_fn_name {similarity!r} is not supported: "
+            f"known are {', '.join(SIMILARITIES)}"
+        )
     if prompts.get("model_type", "SentenceTransformer") != "SentenceTransformer":
         raise Unsupported(f"{source.name} is a sentence-transformers {prompts['model_type']}, which is not supported")
     lengths = source.read_object("sentence_bert_config.json") or {}
-    check(lengths, ("max_seq_length", "do_lower_case"), "sentence_bert_config.json")
+    check(lengths, ("do_lower_case", "modality_config", "processing_kwargs"), "sentence_bert_config.json")
     if lengths.get("do_lower_case") and not lowers(source):
         raise Unsupported(
             f"sentence_bert_config.json of {source.name}: do_lower_case is true, but the normalizer in tokenizer.json "
@@ -118,14 +129,11 @@ def read_pooling(
         matryoshka=tuple(config.get("matryoshka_dimensions") or config.get("matryoshka_dims") or ()),
         prompts=tuple((prompts.get("prompts") or {}).items()),
         default_prompt=prompts.get("default_prompt_name"),
-        max_length=lengths.get("max_seq_length"),
+        max_length=max_length(source),
+        truncate_dim=prompts.get("truncate_dim"),
+        similarity=similarity,
+        chat=read_chat(source, lengths),
     )
-    names = dict(pooling.prompts)
-    if pooling.default_prompt is not None and pooling.default_prompt not in names:
-        raise ConfigError(
-            f"config_sentence_transformers.json of {source.name}: default_prompt_name {pooling.default_prompt!r} is "
-            f"not among its prompts ({', '.join(names) or 'there are none'})"
-        )
     if flag is not None:
         pooling = replace(pooling, kind=flag, source="flag")
     folder = dict(modules).get("Pooling")
@@ -138,6 +146,59 @@ def read_pooling(
         normalize="Normalize" in kinds,
         dense=tuple(read_dense(source, path) for kind, path in modules if kind == "Dense"),
     )
+
+
+def read_prompts(source: Source) -> dict[str, Any]:
+    """Read what sentence-transformers writes about a model as a whole, its prompts above all."""
+    name = "config_sentence_transformers.json"
+    written = source.read_object(name) or {}
+    check(written, ("prompts", "default_prompt_name", "similarity_fn_name", "truncate_dim"), name)
+    default, names = written.get("default_prompt_name"), written.get("prompts") or {}
+    if default is not None and default not in names:
+        raise ConfigError(
+            f"{name} of {source.name}: default_prompt_name {default!r} is "
+            f"not among its prompts ({', '.join(names) or 'there are none'})"
+        )
+    return written
+
+
+def max_length(source: Source) -> int | None:
+    """Tokens that sentence-transformers cuts an input to: its own file's, or else the tokenizer's."""
+    lengths = source.read_object("sentence_bert_config.json") or {}
+    check(lengths, ("max_seq_length",), "sentence_bert_config.json")
+    if lengths.get("max_seq_length") is not None:
+        return int(lengths["max_seq_length"])
+    longest = (source.read_object("tokenizer_config.json") or {}).get("model_max_length")
+    known = isinstance(longest, (int, float)) and 0 < longest < 2**31  # without limit it is a very large number
+    return int(longest) if known else None
+
+
+def read_chat(source: Source, written: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
+    """Read whether texts are given to a model as messages, and what else its chat template is given.
+
+    Raises:
+        Unsupported: the tokenizer is to be given something else, too.
+    """
+    if "message" not in (written.get("modality_config") or {}):
+        return None
+    options = written.get("processing_kwargs") or {}
+    given = options.get("chat_template") or {}
+    others = [name for name, values in options.items() if values and name != "chat_template"]
+    others += [name for name in ("padding", "truncation", "max_length", "return_tensors") if name in given]
+    if others:
+        raise Unsupported(
+            f"sentence_bert_config.json of {source.name}: processing_kwargs set {', '.join(others)}, which is not "
+            "supported: variables of the chat template are"
+        )
+    return tuple((name, value) for name, value in given.items() if name != "restore_suffix")
+
+
+def told(score: ScoreSpec, source: Source) -> ScoreSpec:
+    """A score with the length and the default prompt that a cross-encoder's files name."""
+    written = read_prompts(source)
+    default = written.get("default_prompt_name")
+    prompt = "" if default is None else written["prompts"][default]
+    return replace(score, prompt=prompt, max_length=max_length(source))
 
 
 def lowers(source: Source) -> bool:
@@ -185,20 +246,22 @@ def read_dense(source: Source, folder: str) -> DenseSpec:
     return DenseSpec(folder, written["in_features"], written["out_features"], bool(written.get("bias", True)), kind)
 
 
-def check_dense(pooling: PoolingSpec, spec: ModelSpec) -> None:
+def check_dense(pooling: PoolingSpec, spec: ModelSpec) -> int:
+    """Return how many numbers a vector has after its dense layers, each of which takes what the one before gives."""
     width = spec.hidden_size
     for dense in pooling.dense:
         if dense.inputs != width:
             raise ConfigError(f"{dense.folder}/config.json: in_features is {dense.inputs}, but vectors have {width}")
         width = dense.outputs
+    return width
 
 
-def activation_of_score(source: Source, config: dict[str, Any], score: ScoreSpec) -> str:
+def activation_of_score(source: Source, config: dict[str, Any], default: str) -> str:
     """The activation of a cross-encoder, from wherever a sentence-transformers version wrote it."""
     beside = source.read_object("config_sentence_transformers.json") or {}
     path = beside.get("activation_fn") or (config.get("sentence_transformers") or {}).get("activation_fn")
     path = path or config.get("sbert_ce_default_activation_function")
-    kind = activation(path, "config.json") if path else score.activation
+    kind = activation(path, "config.json") if path else default
     if kind not in ("identity", "sigmoid", "softmax"):
         raise Unsupported(f"{source.name}: scores through {kind} are not supported: identity, sigmoid and softmax are")
     return kind

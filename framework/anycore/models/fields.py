@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         _whole(1),
         ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
          "max_position_embeddings", "original_max_position_embeddings", "sliding_window_pattern", "num_labels",
-         "max_seq_length"),
+         "max_seq_length", "truncate_dim"),
     ),
     "a whole number that is not negative": (_whole(0), ("sliding_window", "max_window_layers", "type_vocab_size")),
     f"a whole number from 1 to {MOST_LAYERS}": (_whole(1, MOST_LAYERS), ("num_hidden_layers",)),
@@ -75,14 +75,17 @@ KINDS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
          "do_lower_case"),
     ),
     "a JSON object": (
-        _is(dict), ("rope_scaling", "rope_parameters", "id2label", "auto_map", "sentence_transformers", "text_config")
+        _is(dict),
+        ("rope_scaling", "rope_parameters", "id2label", "auto_map", "sentence_transformers", "text_config",
+         "modality_config", "processing_kwargs"),
     ),
     "a JSON object of texts": (_texts, ("prompts",)),
     "a list of names": (_listed(str), ("architectures", "layer_types", "classifier_from_token")),
     "a list of whole numbers": (_listed(int), ("matryoshka_dimensions", "matryoshka_dims")),
     "a name": (
         _is(str),
-        ("hidden_act", "hidden_activation", "position_embedding_type", "problem_type", "default_prompt_name"),
+        ("hidden_act", "hidden_activation", "position_embedding_type", "problem_type", "default_prompt_name",
+         "similarity_fn_name"),
     ),
 }  # fmt: skip
 """What the fields that are read must be, where they are there and not null; and the fields, also of other files."""

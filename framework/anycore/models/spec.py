@@ -58,7 +58,10 @@ class PoolingSpec:
     matryoshka: tuple[int, ...] = ()  # dimensions the model was trained for; empty: not declared
     prompts: tuple[tuple[str, str], ...] = ()  # name -> text put before the input
     default_prompt: str | None = None
-    max_length: int | None = None  # sentence_bert_config.json's max_seq_length
+    max_length: int | None = None  # tokens of an input, as sentence-transformers files or else the tokenizer's say
+    truncate_dim: int | None = None  # dimensions of a vector where the request names none; None: all
+    similarity: str = "cosine"  # of two vectors: "cosine", "dot", "euclidean", "manhattan"
+    chat: tuple[tuple[str, Any], ...] | None = None  # texts are messages of a chat, whose template gets these variables
     dense: tuple[DenseSpec, ...] = ()  # applied in order, before normalisation
 
 
@@ -70,6 +73,8 @@ class ScoreSpec:
     labels: int = 1
     activation: str = "sigmoid"  # "sigmoid", "softmax", "identity"
     yes_no_ids: tuple[int, int] | None = None  # "yes_no": the token ids of (yes, no), rows of the head
+    prompt: str = ""  # put before a query, or the instruction where the model is told one
+    max_length: int | None = None  # tokens of a pair, as its files say
     problem: str | None = None  # what the labels are of, as config.json's problem_type says
 
     @property
@@ -139,6 +144,11 @@ class ModelSpec:
         """Length of the vectors of an embedder."""
         dense = self.pooling.dense if self.pooling else ()
         return dense[-1].outputs if dense else self.hidden_size
+
+    @property
+    def usual_vector_size(self) -> int:
+        """Their length where a request names none."""
+        return (self.pooling.truncate_dim if self.pooling else None) or self.vector_size
 
     @property
     def vocab_rows(self) -> int:

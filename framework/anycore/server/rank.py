@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from anycore.engine.pooling import comparable, similarity
 from anycore.engine.request import Delta, PoolingParams
 from anycore.errors import BadRequest, NonFiniteOutput, TaskNotSupported
 from anycore.server.door import Call, offload
@@ -16,6 +15,7 @@ from anycore.server.protocol_pool import PoolUsage, RankBody
 from anycore.text.draft import Draft, Rendered
 
 if TYPE_CHECKING:
+    from anycore.models.spec import ModelSpec
     from anycore.server.state import ServedModel
 
 Pairs = list[tuple[int, int]]  # positions of a query and of a document
@@ -44,8 +44,9 @@ async def scores_of(
         if not body.apply_template:
             raise BadRequest("this model has no template: leave apply_template out", param="apply_template")
         rendered = await offload(size, _render_apart, model, queries, documents, names, body)
-        answers = await pooled(model, rendered, names[0] + names[1], PoolingParams(normalize=True), body, caller, loud)
-        scores = _cosines(answers, pairs, names)
+        params = comparable(model.spec)
+        answers = await pooled(model, rendered, names[0] + names[1], params, body, caller, loud)
+        scores = _similarities(model.spec, answers, pairs, names)
     else:
         if spec is not None and spec.kind == "classifier" and spec.labels > 2:
             raise TaskNotSupported(
@@ -112,11 +113,11 @@ def _shorten(model: ServedModel, text: str, side: str, body: RankBody) -> tuple[
     return (text[offsets[-limit][0] :] if side == "left" else text[: offsets[limit - 1][1]]), True
 
 
-def _cosines(answers: list[Delta], pairs: Pairs, names: Names) -> list[float]:
+def _similarities(spec: ModelSpec, answers: list[Delta], pairs: Pairs, names: Names) -> list[float]:
     labels = names[0] + names[1]
-    vectors = [vector_of(answer, name).astype(np.float64) for answer, name in zip(answers, labels, strict=True)]
+    vectors = [vector_of(answer, name) for answer, name in zip(answers, labels, strict=True)]
     count = len(names[0])
-    return [float(vectors[q] @ vectors[count + d]) for q, d in pairs]
+    return [similarity(vectors[q], vectors[count + d], spec) for q, d in pairs]
 
 
 def _relevance(answer: Delta, name: str) -> float:

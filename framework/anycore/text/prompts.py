@@ -8,7 +8,7 @@ from anycore.errors import BadRequest
 from anycore.models.spec import PoolingSpec
 
 QUERY_PROMPTS = ("query", "search_query", "Retrieval-query")
-DOCUMENT_PROMPTS = ("document", "passage", "search_document", "Retrieval-document")
+DOCUMENT_PROMPTS = ("document", "passage", "search_document", "Retrieval-document", "corpus")
 """Names under which sentence-transformers files keep the prompts of a search, in the order they are looked for."""
 INSTRUCT = re.compile(r"Instruct: .*\nQuery:", re.DOTALL)
 """A query prompt whose first line is the instruction."""

@@ -61,8 +61,8 @@ class Renderer:
         self.max_model_len = max_model_len
         self.tokenizer = Tokenizer.from_source(source)
         own = self.tokenizer.chat_templates
-        self._profile = profile_of(spec, own.values())
         self._templates = ChatTemplates(own, self.tokenizer.special_tokens, chat_template, allow_request_template)
+        self._profile = profile_of(spec, self._templates.usual, self._render)
         self._warned_of_bos = False
 
     @property
@@ -160,7 +160,7 @@ class Renderer:
             return self._fit_ids(self.check_ids(item, param), self._cutter(truncate, side, param))
         if not item:
             raise BadRequest(f"{param} must not be an empty string", param=param)
-        return Draft(prompt_of(self.spec.pooling, prompt_name) + item, self._cutter(truncate, side, param))
+        return self._vector_draft(prompt_of(self.spec.pooling, prompt_name), item, self._cutter(truncate, side, param))
 
     def pair(
         self,
@@ -201,7 +201,8 @@ class Renderer:
         if self._profile is not None:
             return self._ask(self._profile, query, document, instruction, apply_template, cutter)
         refuse_instruction(instruction)
-        return Draft(query, cutter, pair=document)
+        prompt = self.spec.score.prompt if self.spec.score is not None else ""
+        return Draft(prompt + query, cutter, pair=document)
 
     def query(
         self, text: str, instruction: str | None = None, truncate: Truncate = None, side: str = "right"
@@ -213,7 +214,9 @@ class Renderer:
         self, text: str, instruction: str | None = None, truncate: Truncate = None, side: str = "right"
     ) -> Draft:
         """As `query`, for `each`."""
-        return Draft(query_prompt(self.spec.pooling, instruction) + text, self._cutter(truncate, side, "query"))
+        return self._vector_draft(
+            query_prompt(self.spec.pooling, instruction), text, self._cutter(truncate, side, "query")
+        )
 
     def document(
         self, text: str, truncate: Truncate = None, side: str = "right", *, param: str = "documents"
@@ -225,7 +228,7 @@ class Renderer:
         self, text: str, truncate: Truncate = None, side: str = "right", *, param: str = "documents"
     ) -> Draft:
         """As `document`, for `each`."""
-        return Draft(document_prompt(self.spec.pooling) + text, self._cutter(truncate, side, param))
+        return self._vector_draft(document_prompt(self.spec.pooling), text, self._cutter(truncate, side, param))
 
     def each(self, draft: Callable[[Item], Draft | Rendered], items: Sequence[Item]) -> Iterator[Rendered]:
         """Render many inputs, in order: pieces of them each in one call of the tokenizer, outside of Python's lock.
@@ -271,14 +274,35 @@ class Renderer:
         cutter: Cutter,
     ) -> Draft:
         """Put a yes/no question: one text, of which only the document's tokens may be cut."""
-        if apply_template:
-            head = profile.head.format(instruction=instruction or profile.instruction, query=query)
-            text = head + document + profile.suffix
-        else:
+        if not apply_template or profile.instruction is None:
             refuse_instruction(instruction)
+        default = self.spec.score.prompt if self.spec.score is not None else ""
+        head, suffix = profile.around(query, instruction or default)
+        if apply_template:
+            text = head + document + suffix
+        else:
             head, text = query, query + document
-        ends = len(text) - len(profile.suffix) if text.endswith(profile.suffix) else len(text)
+        ends = len(text) - len(suffix) if text.endswith(suffix) else len(text)
         return Draft(text, cutter, add_special_tokens=False, within=(len(head), ends))
+
+    def _vector_draft(self, prompt: str, text: str, cutter: Cutter) -> Draft:
+        """A text to be made a vector of, after a prompt; for a model that reads messages, as one of the user's."""
+        pooling = self.spec.pooling
+        if pooling is None or pooling.chat is None:
+            return Draft(prompt + text, cutter)
+        system = [{"role": "system", "content": prompt}] if prompt else []
+        whole = self._render([*system, {"role": "user", "content": text}], dict(pooling.chat))
+        shown = text if text in whole else text.strip()  # templates may trim what they show
+        start = whole.rfind(shown)
+        within = (start, start + len(shown)) if start >= 0 else None
+        return Draft(whole, cutter, add_special_tokens=False, within=within)
+
+    def _render(self, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None) -> str:
+        """Render messages as sentence-transformers does: nothing is begun after them, unless a variable says so."""
+        rest = dict(variables or {})
+        begin = bool(rest.pop("add_generation_prompt", False))
+        template = self._templates.choose(None, False)
+        return template.render(messages, add_generation_prompt=begin, arguments=rest)
 
     def _complete(self, text: str, add_special_tokens: bool, cutter: Cutter) -> Rendered:
         rendered = self._one(Draft(text, cutter, add_special_tokens=add_special_tokens))

@@ -156,6 +156,12 @@ class ChatTemplates:
                 raise ConfigError(f"--chat-template {file}: {error.message}", param="chat_template") from None
 
     @property
+    def usual(self) -> str | None:
+        """The text of the template that is used where nothing asks for another."""
+        found = self._templates.get("default")
+        return None if found is None else found.text
+
+    @property
     def texts(self) -> list[str]:
         return [template.text for template in self._templates.values()]
 
