@@ -68,6 +68,8 @@ class BatchBuilder:
 
         `output_rows` are those whose hidden states are wanted.
         """
+        if self.kv is None:
+            return self._whole(step, output_rows)
         decodes = len(step.decodes)
         chunked = [chunk.request for chunk in step.chunks]
         lens = extended(np.ones(decodes, dtype=np.int64), [chunk.rows for chunk in step.chunks])
@@ -103,6 +105,40 @@ class BatchBuilder:
                 batch.input_ids.index_copy_(0, sent[2], self._samples.ids[sent[3]])
             if self.spec.token_type_count:
                 batch.token_types = sent[4]
+            return batch
+
+        return send
+
+    def _whole(self, step: Step, output_rows: Array) -> Sending:
+        """Requests from end to end: without a cache nothing was computed before, and nothing is sampled."""
+        lens = [chunk.rows for chunk in step.chunks]
+        ids = [token for chunk in step.chunks for token in chunk.request.tokens]
+        ends = np.cumsum(lens)
+        arrays = [
+            np.array(ids, dtype=np.int64),
+            np.arange(len(ids)) - np.repeat(ends - lens, lens),
+            np.array(lens, dtype=np.int32),
+            np.concatenate(([0], ends)).astype(np.int32),
+        ]
+        every = len(output_rows) == len(ids)  # they are in order, each once
+        if not every:
+            arrays.append(output_rows)
+        if self.spec.token_type_count:
+            segments = (chunk.request.new.token_types or [0] * chunk.rows for chunk in step.chunks)
+            arrays.append(np.array([number for segment in segments for number in segment], dtype=np.int64))
+
+        def send() -> Batch:
+            sent = self.memory.upload_all([torch.from_numpy(array) for array in arrays])
+            batch = Batch(
+                input_ids=sent[0],
+                positions=sent[1],
+                query_lens=lens,
+                context_lens=[0] * len(lens),
+                output_rows=None if every else sent[4],
+                causal=self.spec.attention == "causal",
+                token_types=sent[-1] if self.spec.token_type_count else None,
+            )
+            batch.seq_lens_device, batch.query_starts_device = sent[2], sent[3]
             return batch
 
         return send

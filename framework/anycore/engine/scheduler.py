@@ -328,22 +328,8 @@ class Scheduler:
         step = Step()
         if not self.waiting:
             return step
-        seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
-        near = self.waiting.first(seats * LENGTH_WINDOW)
-        lengths = np.array([request.num_prompt for request in near])
-        distances = np.abs(lengths - lengths[0])
-        distances[0] = -1
-        order = np.argsort(distances, kind="stable")
-        chosen: list[Request] = []
-        while len(chosen) < seats:
-            order = order[lengths[order] <= budget]  # what does not fit is passed over
-            if not len(order):
-                break
-            sums = np.cumsum(lengths[order])
-            count = min(int(np.searchsorted(sums, budget, "right")), seats - len(chosen))
-            chosen += [near[i] for i in order[:count].tolist()]
-            budget -= int(sums[count - 1])
-            order = order[count:]
+        near = self.waiting.first(self.limits.max_num_seqs * LENGTH_WINDOW)
+        chosen = near if len(near) == 1 else self._nearest(near)
         chosen.sort(key=lambda request: request.num_prompt)
         for request in chosen:
             self.waiting.start(request)
@@ -354,6 +340,25 @@ class Scheduler:
         self.running += chosen
         self.running.sort(key=_rank)
         return step
+
+    def _nearest(self, waiting: list[Request]) -> list[Request]:
+        """The first, and those that are nearest to it in length, as far as seats and budget go."""
+        seats, budget = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
+        lengths = np.array([request.num_prompt for request in waiting])
+        distances = np.abs(lengths - lengths[0])
+        distances[0] = -1
+        order = np.argsort(distances, kind="stable")
+        chosen: list[Request] = []
+        while len(chosen) < seats:
+            order = order[lengths[order] <= budget]  # what does not fit is passed over
+            if not len(order):
+                break
+            sums = np.cumsum(lengths[order])
+            count = min(int(np.searchsorted(sums, budget, "right")), seats - len(chosen))
+            chosen += [waiting[i] for i in order[:count].tolist()]
+            budget -= int(sums[count - 1])
+            order = order[count:]
+        return chosen
 
 
 def _rows_left(request: Request) -> int:
