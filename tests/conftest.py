@@ -15,6 +15,7 @@ if not Path("/dev/nvidiactl").exists():
 
 import pytest
 import tiny
+from garbage import keep_imports, look_through
 from selfchecks import check_once
 
 from anycore.config import cache_dir
@@ -41,39 +42,23 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit it
     os.environ["ANYCORE_CACHE"] = CACHE.name
 
 
-FROZEN = pytest.StashKey[int]()
-"""Objects beyond the collector's reach, when it was last seen to."""
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """What files import while they are collected stays: the garbage collector need not pass over it again and again."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
+        keep_imports()
         gc.enable()
-        session.config.stash[FROZEN] = gc.get_freeze_count()
         check_once()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """What a file's tests have opened goes with its last one: engines are large, and are circles of references.
-
-    An engine that is ready has put what was alive beyond the collector's reach, earlier engines among it. After files
-    that opened one all is looked through, which takes a part of a second, and what is left is put there again.
-    """
-    if nextitem is not None and nextitem.path == item.path:
-        return
-    if gc.get_freeze_count() > item.config.stash[FROZEN]:
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-    else:
-        gc.collect()
-    item.config.stash[FROZEN] = gc.get_freeze_count()
+    """What a file's tests have opened goes with its last one: engines are large, and are circles of references."""
+    if nextitem is None or nextitem.path != item.path:
+        look_through()
 
 
 @pytest.fixture(scope="session")
