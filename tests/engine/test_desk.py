@@ -14,7 +14,7 @@ from engines import Output, request
 from reference import CPU, HostMemory
 
 from anycore.contract.backend import Backend, StepOutput
-from anycore.contract.batch import Batch
+from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.capture import Replay
 from anycore.contract.declare import Task
 from anycore.contract.desk import Desk
@@ -114,6 +114,27 @@ def test_who_comes_and_goes_changes_no_token(t_lm: Path, overlap: bool) -> None:
         assert found[name].finish == wanted[name].finish
     assert engine.stats().preemptions > 0
     assert {whole for _, whole, _ in steps[0]._recorded} == {True, False}
+
+
+def test_samples_may_leave_as_one_after_any_sampling(t_lm: Path) -> None:
+    """A backend may have ids and what is finite side by side in steps that are not replayed, too."""
+    engine, _ = made(t_lm, overlap=True, desk=False)
+    sample, as_one = engine.runner.backend.ops.sample, 0
+
+    def side_by_side(logits: torch.Tensor, params: Sampling) -> Samples:
+        nonlocal as_one
+        samples = sample(logits, params)
+        if params.logprobs is None:
+            samples.together, as_one = torch.stack((samples.ids, samples.finite.long())), as_one + 1
+        return samples
+
+    vars(engine.runner.backend.ops)["sample"] = side_by_side
+    plain, _ = made(t_lm, overlap=False, desk=False)
+    wanted, found = outputs(plain, 5), outputs(engine, 5)
+    assert as_one > 20
+    for name in wanted.keys() & found.keys():
+        assert found[name].tokens == wanted[name].tokens, name
+        assert len(found[name].logprobs) == len(wanted[name].logprobs)
 
 
 def test_steady_steps_send_new_blocks_alone(t_lm: Path) -> None:
