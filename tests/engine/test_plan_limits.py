@@ -19,6 +19,14 @@ import pytest
 
 MIB = 1 << 20
 ROUNDS = 8  # per seed
+FORGETFUL = {
+    "forgetful": True,
+    "device": 160 * MIB,
+    "dtype": "float32",
+    "kv_cache_memory": 512 * MIB,
+    "max_num_seqs": 8,
+}
+"""The plan takes four times as much as there is for granted."""
 
 SCRIPT = """
 import sys
@@ -52,14 +60,17 @@ def under_limit(folder: str) -> None:
 
     from anycore.config import ModelConfig
     from anycore.contract.declare import Probe
+    from anycore.engine import memory
     from anycore.engine.launch import build, prepare
     from anycore.errors import ConfigError
     from anycore_cpu.memory import CpuMemory
 
     fill(small_engine(Path(folder)))  # threads, caches and compiled code are there
     spec = LOADED.backend("cpu")
+    checked = memory._check_given
     for line in sys.stdin:
         settings = json.loads(line)
+        memory._check_given = (lambda made, wish, room: None) if settings.pop("forgetful", False) else checked
         size = settings.pop("device")
         device = replace(spec.probe().devices[0], memory=size)
         CpuMemory.total = CpuMemory.free = lambda self, size=size: size  # type: ignore[method-assign, misc]
@@ -101,26 +112,12 @@ def run(folder: Path, every: list[dict[str, Any]]) -> list[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is meant on Linux only")
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_accepted_never_runs_out_of_memory(t_lm: Path, seed: int) -> None:
+    """And a plan that forgets the cache would be caught, in the same process: the last one."""
     rng = random.Random(seed)
     every = [settings_of(rng) for _ in range(ROUNDS)]
-    answers = run(t_lm, every)
+    *answers, caught = run(t_lm, [*every, FORGETFUL])
+    assert "emory" in caught
+    assert not caught.startswith(("served", "refused"))
     for settings, answer in zip(every, answers, strict=True):
         assert answer.startswith(("served", "refused")), (settings, answer)
     assert answers.count("served") > ROUNDS // 3
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts what is meant on Linux only")
-def test_the_limit_bites(t_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that forgets the cache would be caught: the device is there, and four times as much is promised."""
-    honest = {"device": 160 * MIB, "dtype": "float32", "kv_cache_memory": 32 * MIB, "max_num_seqs": 8}
-    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", SCRIPT.replace("under_limit(sys.argv[1])", FORGETFUL))
-    (answer,) = run(t_lm, [honest | {"kv_cache_memory": 512 * MIB}])
-    assert "emory" in answer
-
-
-FORGETFUL = """
-from anycore.engine import memory
-memory._check_given = lambda made, wish, room: None
-under_limit(sys.argv[1])
-"""
