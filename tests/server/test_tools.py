@@ -219,3 +219,14 @@ WRONG = [
 @pytest.mark.parametrize(("fields", "param"), WRONG, ids=range(len(WRONG)))
 def test_o02_what_is_malformed_is_refused_by_name(tools_api: httpx.Client, fields: Any, param: str) -> None:
     error_of(chat(tools_api, **fields), 400, param)
+
+
+def test_a_tools_schema_may_count_with_a_point(tools_api: httpx.Client) -> None:
+    """JavaScript and pandas write 3 as 3.0, OpenAPI has formats of its own."""
+    word = {"type": "string", "minLength": 3.0, "maxLength": 3.0, "format": "password"}
+    parameters = {"type": "object", "properties": {"word": word}, "required": ["word"]}
+    tools = [{"type": "function", "function": {"name": "say", "parameters": parameters}}]
+    body = {"model": "calls", "messages": [{"role": "user", "content": "a"}], "tools": tools, "max_tokens": 200}
+    answer = ok(tools_api.post("/v1/chat/completions", json={**body, "tool_choice": "required", "temperature": 0}))
+    call = answer["choices"][0]["message"]["tool_calls"][0]
+    assert len(json.loads(call["function"]["arguments"])["word"]) == 3

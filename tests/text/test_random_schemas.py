@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from walks import Vocabulary, walk
 
+from anycore.errors import BadRequest
 from anycore.text import grammar
 
 NAMES = ["a", "name", "größe", "x y", "$id", "items"]
@@ -95,3 +96,34 @@ def test_what_grammars_of_schemas_allow_is_valid(words: Vocabulary) -> None:
         except (ValueError, jsonschema.ValidationError) as error:
             pytest.fail(f"seed {seed}: {text} does not fit {json.dumps(schema)}: {error}")
     assert cut < 100
+
+
+HINTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "string", "minLength": 2.0, "maxLength": 3.0}, {"type": "string", "minLength": 2, "maxLength": 3}),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 1.0, "maxItems": 1}, {"const": [None]}),
+    ({"type": "array", "items": {"const": 1}, "uniqueItems": False, "maxItems": 2}, {"type": "array"}),
+    ({"type": "string", "format": "password", "maxLength": 3}, {"type": "string", "maxLength": 3}),
+    ({"type": "object", "properties": {"format": {"const": "a"}}, "additionalProperties": False}, {"type": "object"}),
+    ({"const": {"minLength": 5.0, "format": "binary", "uniqueItems": False}}, {"type": "object", "minProperties": 3}),
+]
+
+
+@pytest.mark.parametrize(("schema", "means"), HINTS)
+def test_counts_with_a_point_and_remarks_are_taken(
+    words: Vocabulary, schema: dict[str, Any], means: dict[str, Any]
+) -> None:
+    """What JSON Schema has as equal or as no constraint at all is no reason to refuse a schema."""
+    for seed in range(5):
+        text = walk(words, grammar.json_schema(schema), seed, limit=400)
+        assert text is not None
+        jsonschema.validate(json.loads(text), means)
+
+
+def test_what_would_constrain_is_still_refused() -> None:
+    for name, schema in {
+        "minLength": {"type": "string", "minLength": 5.5},
+        "uniqueItems": {"type": "array", "uniqueItems": True},
+        "idn-email": {"type": "string", "format": "idn-email"},
+    }.items():
+        with pytest.raises(BadRequest, match=name):
+            grammar.json_schema(schema)

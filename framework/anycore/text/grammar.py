@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anycore.errors import BadRequest
+from anycore.text.schemas import tidied
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -51,9 +52,8 @@ def json_schema(schema: str | bool | dict[str, Any], param: str = "response_form
         raise BadRequest(f"a JSON schema is an object, not {json.dumps(schema)[:40]}", param=param)
     if _deeper(schema, DEEPEST):
         raise BadRequest(f"the JSON schema is nested deeper than {DEEPEST} levels", param=param)
-    return checked(
-        LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}), param
-    )
+    written = json.dumps(tidied(schema))
+    return checked(LLMatcher.grammar_from_json_schema(written, overrides={"whitespace_pattern": WHITESPACE}), param)
 
 
 def regex(pattern: str, param: str = "structured_outputs") -> str:

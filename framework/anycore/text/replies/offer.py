@@ -11,6 +11,7 @@ from typing import Any
 from anycore.errors import BadRequest, Unsupported
 from anycore.text.replies.form import Formats, no_tools
 from anycore.text.replies.parts import Tool
+from anycore.text.schemas import tidied
 
 MAX_TOOLS = 128
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -85,7 +86,7 @@ def _tool(tool: Any, path: str) -> Tool:
     strict = function.get("strict") or False
     if not isinstance(strict, bool):
         raise BadRequest(f"{path}.function.strict must be true or false", param=path)
-    return Tool(name, parameters, strict)
+    return Tool(name, tidied(parameters), strict)
 
 
 def _chosen(choice: str | dict[str, Any], names: list[str]) -> tuple[set[str], bool]:
