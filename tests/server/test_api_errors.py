@@ -45,6 +45,15 @@ def test_a11_bodies_that_are_no_request(api: httpx.Client, path: str) -> None:
     error_of(api.post(path + "/nothing", json={}), 404)
 
 
+def test_a11_the_mark_that_windows_writes_before_utf_8_is_no_part_of_a_body(api: httpx.Client) -> None:
+    content = json.dumps(GREEDY).encode("utf-8-sig")
+    assert (
+        ok(raw(api, CHAT, content))["choices"][0]["token_ids"]
+        == ok(api.post(CHAT, json=GREEDY))["choices"][0]["token_ids"]
+    )
+    error_of(raw(api, CHAT, content.replace(b"{", b"\xef\xbb\xbf{", 1)), 400)  # two of them are
+
+
 def test_a11_fields_of_chat(api: httpx.Client) -> None:
     for body, param in (
         ({"messages": []}, "messages"),

@@ -64,6 +64,8 @@ def test_keys_come_from_flag_environment_and_file(tmp_path: Path) -> None:
     assert [key.name for key in keys] == ["flag-1", "env-1", "env-2", "line-1", "line-2"]
     assert secrets == ["from-flag", "env-1", "env-2", "from-flag", "from-file", "spaced"]
     assert read_keys(ServerConfig(), {"ANYCORE_API_KEY": ""}) == ([], [])
+    file.write_text("first\n", encoding="utf-8-sig")  # as Windows' tools write it
+    assert read_keys(ServerConfig(api_key_file=str(file)), {}).secrets == ["first"]
 
 
 def test_a_key_that_would_open_to_all_is_refused(tmp_path: Path) -> None:

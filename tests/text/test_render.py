@@ -110,6 +110,8 @@ def test_the_template_file_of_the_flag(t_lm: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("<{{ messages[0].content }}>")
     assert renderer(t_lm, chat_template=str(file)).chat(USER).text == "<Hi there>"
+    file.write_text(file.read_text(), encoding="utf-8-sig")  # the mark of Windows' tools is no part of a prompt
+    assert renderer(t_lm, chat_template=str(file)).chat(USER).text == "<Hi there>"
     file.write_text("{% for %}")
     with pytest.raises(ConfigError, match=r"mine\.jinja.*line 1"):
         renderer(t_lm, chat_template=str(file))

@@ -51,7 +51,7 @@ def read_keys(config: ServerConfig, environ: Mapping[str, str] = os.environ) -> 
     if config.api_key_file is not None:
         path = Path(config.api_key_file)
         try:
-            text = path.read_text("utf-8")
+            text = path.read_text("utf-8-sig")  # such as Windows writes
             if path.suffix in ENTRIES:
                 entries = read_entries(text)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,6 +15,10 @@ from anycore.server.passing import passed_on
 
 
 class JsonRequest(Request):
+    async def body(self) -> bytes:
+        """The body without the mark that Windows' tools write before UTF-8."""
+        return (await super().body()).removeprefix(BOM_UTF8)
+
     async def json(self) -> Any:
         try:
             return msgspec.json.decode(await self.body())

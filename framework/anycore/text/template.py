@@ -191,7 +191,7 @@ class ChatTemplates:
 
 def read_template(file: str) -> str:
     try:
-        return Path(file).expanduser().read_text(encoding="utf-8")
+        return Path(file).expanduser().read_text(encoding="utf-8-sig")  # such as Windows writes
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--chat-template must name a file with a Jinja template; {file[:200]!r} cannot be read: {error}",
