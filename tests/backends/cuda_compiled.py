@@ -93,12 +93,14 @@ def compile_quantised(ops: CudaOps) -> None:
         int8_weight((64, 320), 320, bf16, generator),
         int8_weight((64, 320), 32, bf16, generator),
         int4_weight((64, 320), 32, bf16, generator),
+        int4_weight((64, 256), 128, bf16, generator),
         fp8_weight((64, 320), bf16, generator),
     ):
         packed = ops.pack(weight)
-        for rows in (1, 8):
-            x = torch.zeros(rows, 320, dtype=bf16)
-            ops.norm_linear(x, x, torch.ones(320), 1e-6, packed, None, "silu")
+        columns = packed.shape[1]
+        for rows in (1, 8, *((70, 144) if packed.kind == "int4" else ())):
+            x = torch.zeros(rows, columns, dtype=bf16)
+            ops.norm_linear(x, x, torch.ones(columns), 1e-6, packed, None, "silu")
             ops.logits(x, packed)
         ops.embedding(torch.zeros(3, dtype=torch.int64), packed)
 

@@ -30,6 +30,7 @@ def test_the_rehearsal_compiles_all_that_the_warm_up_runs(tmp_path: Path) -> Non
     assert kernels["hasty"] == []
     assert {"_norm", "_prepare", "_attend", "_decode", "_gated", "_matvec", "_choose"} <= set(kernels["rehearsed"])
     assert {"_nibble_matvec", "_byte_matvec", "_nibble_product", "_byte_product", "_round"} <= set(kernels["quantised"])
+    assert "_wide_product" in kernels["quantised"]
     assert {"_prepare", "_store", "_attend", "_decode", "_prefix"} <= set(kernels["rounded"])
     assert {"_spans", "_constrain"} <= set(kernels["masked"])
     assert kernels["unused"] == []

@@ -12,15 +12,14 @@ from torch import Tensor
 from anycore.contract.backend import Backend
 from anycore.contract.check_weights import check_quantised, exact_rows, fp8_weight, int4_weight, int8_weight
 from anycore.contract.weights import Int4Weight, QuantisedWeight
-from anycore_cuda.kernels import int4_dots, quantised_wide
+from anycore_cuda.kernels import quantised_linear, quantised_wide
 from anycore_cuda.kernels.int4 import nibble_matvec
-from anycore_cuda.kernels.int4_dots import nibble_dots
 from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import dense_product, dense_rows
 from anycore_cuda.kernels.quantised_products import product
 from anycore_cuda.kernels.quantised_rows import TORCH, fix, round_rows
 from anycore_cuda.kernels.quantised_shapes import Shape, shape_of
-from anycore_cuda.kernels.quantised_wide import Wide, cut, wide_product
+from anycore_cuda.kernels.quantised_wide import Wide, cut, wide_of, wide_product
 from anycore_cuda.ops import CudaOps
 
 HALF = torch.float16
@@ -102,7 +101,7 @@ def test_scales_far_from_one_keep_their_bits() -> None:
         )
 
 
-@pytest.mark.parametrize("shape", [(6, 1100), (4, 352), (3, 96)], ids=str)
+@pytest.mark.parametrize("shape", [(6, 1100), (4, 352), (3, 96), (2, 256)], ids=str)
 def test_one_row_with_all_around_it(shape: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(3)
     outputs, columns = shape
@@ -139,7 +138,7 @@ def test_a_program_goes_from_tile_to_tile(gate: str | None) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize(("columns", "group", "width"), [(3584, 128, 32), (576, 64, 8), (352, 16, 4), (1100, 1100, 4)])
+@pytest.mark.parametrize(("columns", "group", "width"), [(3584, 128, 16), (576, 64, 8), (352, 16, 4), (1100, 1100, 4)])
 def test_a_vector_in_fixed_point_keeps_16_bits(columns: int, group: int, width: int) -> None:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(1, columns, generator=generator).half()
@@ -231,27 +230,19 @@ def test_tiles_left_over_are_split(columns: int) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=4e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize(("group", "splits"), [(128, 1), (256, 3), (1280, 2)])
-def test_bytes_of_a_vector_meet_sixteen_rows_at_a_time(group: int, splits: int) -> None:
-    generator = torch.Generator().manual_seed(8)
-    weight = int4_weight((70, 1280), group, HALF, generator)
-    packed = opened().ops.pack(weight)
-    assert int4_dots.fits(packed)
-    x, bias = torch.randn(1, 1280, generator=generator).half(), torch.randn(70, generator=generator).half()
-    out = nibble_dots(fix(x, packed)[0], packed, bias, torch.float32, (32, 2, 1, splits, 0))
-    exact = x.double() @ exact_rows(weight).T + bias
-    torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
-    gated = nibble_dots(fix(x, packed)[0], packed, bias, torch.float32, (16, 1, 1, 1, 0), "silu")
-    exact = torch.nn.functional.silu(exact[:, :35]) * exact[:, 35:]
-    torch.testing.assert_close(gated.double(), exact, rtol=4e-3, atol=4e-3)
-
-
 @pytest.mark.parametrize(
-    "shape", [Wide(64, 0, 1), Wide(16, 32, 1, 256), Wide(128, 16, 2), Wide(32, 16, 2, 256)], ids=str
+    ("shape", "group"),
+    [
+        (Wide(64, 0, 128, 1, 8, 2), 64),
+        (Wide(32, 16, 64, 2, 4, 2, 2), 128),
+        (Wide(16, 64, 128, 1, 8, 2), 192),
+        (Wide(128, 16, 64, 2, 4, 2, 2), 768),
+    ],
+    ids=str,
 )
-def test_two_tiles_share_the_rows(shape: Wide) -> None:
+def test_the_copy_engine_brings_tiles(shape: Wide, group: int) -> None:
     generator = torch.Generator().manual_seed(9)
-    weight = int4_weight((300, 768), 768 if shape.more == 16 else 128, HALF, generator)
+    weight = int4_weight((300, 768), group, HALF, generator)
     packed, x = opened().ops.pack(weight), torch.randn(70, 768, generator=generator).half()
     assert quantised_wide.fits(x, packed)
     bias = torch.randn(300, generator=generator).half()
@@ -259,13 +250,30 @@ def test_two_tiles_share_the_rows(shape: Wide) -> None:
     torch.testing.assert_close(out.double(), x.double() @ exact_rows(weight).T + bias, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.parametrize(("columns", "group", "wide"), [(1000, 1000, True), (256, 64, True), (352, 32, False)])
+def test_many_rows_of_any_columns(columns: int, group: int, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    weight = int4_weight((150, columns), group, HALF, generator)
+    ops, seen = opened().ops, []
+    monkeypatch.setattr(
+        quantised_linear, "wide_product", lambda *args, **more: seen.append(1) or wide_product(*args, **more)
+    )
+    packed, bias = ops.pack(weight), torch.randn(150, generator=generator).half()
+    x = torch.randn(66, columns + 1, generator=generator).half()[:, 1:]  # which does not lie as it has to
+    out = ops.linear(x, packed, bias)
+    torch.testing.assert_close(out.double(), x.double() @ exact_rows(weight).T + bias, rtol=6e-3, atol=6e-3)
+    assert bool(seen) == wide
+    ops.linear(x[:64], packed)
+    assert len(seen) == wide
+
+
 def test_parts_of_columns_all_have_a_turn() -> None:
     for outputs, columns in ((37888, 3584), (3584, 18944), (4608, 3584), (3584, 3584), (300, 256)):
         data, scale = torch.empty(outputs, columns // 8, device="meta"), torch.empty(outputs, columns // 128, 2)
         packed = Packed("int4", data, scale, columns, 128, 1.0, HALF, False)
-        for rows, tiles in ((65, 1), (144, 2), (192, 1), (300, 2)):
-            _, splits = cut(packed, rows, Wide(128, 16, tiles), 132)
-            turns = columns // 256
+        for rows in (65, 128, 144, 192, 256):
+            _, splits = cut(packed, rows, wide_of(packed, rows), 132)
+            turns = columns // 128
             assert (splits - 1) * -(-turns // splits) < turns
 
 
@@ -283,10 +291,11 @@ def test_many_rows_meet_a_tile_of_the_matrix_at_a_time(monkeypatch: pytest.Monke
 
 
 def test_whole_tiles_are_as_many_as_keep_all_processors_busy() -> None:
-    shape = shape_of(
-        Packed("int4", torch.empty(37888, 448), torch.empty(1, 28, 2), 3584, 128, 1.0, HALF, False), 144, 132
-    )
+    packed = Packed("int4", torch.empty(37888, 448), torch.empty(1, 28, 2), 3584, 128, 1.0, HALF, False)
+    shape = shape_of(packed, 144, 132)
     assert (shape.outputs, shape.whole, shape.splits) == (128, 264, 4)
+    shape = wide_of(packed, 144)
+    assert cut(packed, 144, shape, 132) == (264, 7)
 
 
 def test_a_few_tiles_are_split_until_the_processors_are_busy() -> None:

@@ -12,8 +12,8 @@ from anycore.contract.weights import Fp8Weight, Int4Weight, QuantisedWeight
 
 PLANES = 8
 """4-bit numbers of a word of 32 bits: the columns of a block in as many planes, one behind the other."""
-WIDTHS = (32, 16, 8, 4)
-"""Columns of a plane, and so words of a block."""
+WIDTHS = (16, 8, 4)
+"""Columns of a plane, and so words of a block: 16 are a block of 128 columns, as groups often are."""
 VECTOR = 32
 """4-bit numbers of four words, which a thread reads at once; rows are padded to whole ones."""
 

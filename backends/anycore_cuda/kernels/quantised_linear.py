@@ -16,16 +16,11 @@ from anycore_cuda.kernels.quantised import Packed
 from anycore_cuda.kernels.quantised_dense import dense_product
 from anycore_cuda.kernels.quantised_products import product
 from anycore_cuda.kernels.quantised_rows import fix, round_rows
-from anycore_cuda.kernels.quantised_shapes import SHARED
+from anycore_cuda.kernels.quantised_shapes import LARGE, SHARED
+from anycore_cuda.kernels.quantised_wide import WIDE_ROWS, fits, wide_product
 
 TILED_ROWS = 64
 """So many rows at most are multiplied by tiles that are widened in registers; for more the matrix is made dense."""
-
-WIDE_ROWS = 256
-"""The same of 4 bits and large matrices, where a program has the shared memory for so many."""
-
-LARGE = 15 << 20
-"""Numbers of a matrix: of smaller ones, tiles are too few for all processors."""
 
 LIBRARY_ROWS = 65
 """From so many rows on cuBLAS multiplies e4m3, where it can: at 144 rows in 13 us where `product` takes 17."""
@@ -60,6 +55,8 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None, chip: Chip, dtype: to
     elif weight.rounds:
         numbers, scale, _ = round_rows(rows, weight.kind, early=chip.early)
         out = rounded_product(numbers, scale, weight, bias, dtype, chip)
+    elif TILED_ROWS < len(rows) <= WIDE_ROWS and chip.shared >= SHARED and fits(rows, weight):
+        out = wide_product(rows, weight, bias, dtype, chip.processors, early=chip.early)
     elif len(rows) > _tiled_rows(weight, chip) or rows.dtype == torch.float32:
         out = dense_product(rows, weight, dtype)
         out = out if bias is None else out.add_(bias)
@@ -106,7 +103,7 @@ def rounded_product(
 
 
 def _tiled_rows(weight: Packed, chip: Chip) -> int:
-    if weight.kind == "int4":
+    if weight.kind == "int4":  # large ones may have more, where a program has the shared memory for so many
         return WIDE_ROWS if chip.shared >= SHARED and math.prod(weight.shape) >= LARGE else TILED_ROWS
     return 0 if weight.group else TILED_ROWS
 

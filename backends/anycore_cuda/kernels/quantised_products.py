@@ -134,11 +134,22 @@ def _plane(words, scale, offset, PLANE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _half(words, scale, offset, HALF: tl.constexpr, TILE: tl.constexpr, dtype: tl.constexpr):
-    # Four planes of 32 words a row, side by side [TILE, 128]: one product of them runs while the next are widened,
-    # where products of single planes would be waited for.
     even = tl.join(_plane(words, scale, offset, 4 * HALF, dtype), _plane(words, scale, offset, 4 * HALF + 2, dtype))
     odd = tl.join(_plane(words, scale, offset, 4 * HALF + 1, dtype), _plane(words, scale, offset, 4 * HALF + 3, dtype))
-    return tl.reshape(tl.permute(tl.join(even, odd), [0, 2, 3, 1]), [TILE, 128])
+    return tl.reshape(tl.permute(tl.join(even, odd), [0, 2, 3, 1]), [TILE, 64])
+
+
+@triton.jit
+def widened(words, low, high, TILE: tl.constexpr, dtype: tl.constexpr):
+    """Words [TILE, 16] → their numbers [TILE, 128], plane by plane, under the scales and offsets of either half.
+
+    One product of all of them runs while the next are widened, where products of single planes would be waited for.
+    """
+    first, first_offset = pair_of(low)
+    second, second_offset = pair_of(high)
+    first = _half(words, first, first_offset, 0, TILE, dtype)
+    second = _half(words, second, second_offset, 1, TILE, dtype)
+    return tl.reshape(tl.permute(tl.join(first, second), [0, 2, 1]), [TILE, 128])
 
 
 @triton.jit(do_not_specialize=["rows", "whole"])
@@ -148,13 +159,12 @@ def _nibble_product(
     GROUPS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, MORE: tl.constexpr,
     TURN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    # A turn is all planes of 32 words, or one half of them: then the other follows when all turns are done, so that
-    # less is under way at a time. The words are still in the cache then.
-    HALVES: tl.constexpr = TURN // 128
+    # A turn is all planes of 16 words, 128 columns, once or twice.
+    RUN: tl.constexpr = 128 if WIDTH == 16 else WIDTH  # of columns that lie side by side
     row = tl.program_id(0) * (ROWS + MORE) + tl.arange(0, ROWS)
     tile, split, split_from = _work(whole, TILE, SPLITS)
     output = tile * TILE + tl.arange(0, TILE)
-    turns: tl.constexpr = (WORDS + 31) // 32
+    turns: tl.constexpr = (WORDS * 8 + TURN - 1) // TURN
     known = output < OUTPUTS
     data_at = data_ptr + output.to(tl.int64)[:, None] * WORDS
     pairs_at = scale_ptr.to(tl.pointer_type(tl.int32)) + output.to(tl.int64)[:, None] * GROUPS
@@ -162,28 +172,33 @@ def _nibble_product(
     if MORE:
         more_row = tl.program_id(0) * (ROWS + MORE) + ROWS + tl.arange(0, MORE)
         more = tl.zeros([TILE, MORE], tl.float32)
-    place = tl.arange(0, 128)
     first, last = _turns_of(split, turns, SPLITS)
-    for lowest in tl.static_range(0, 2, HALVES):
-        for turn in range(first, last):
-            word = turn * 32 + tl.arange(0, 32)
+    for turn in range(first, last):
+        for piece in tl.static_range(TURN // 128):
+            start = turn * (TURN // 8) + piece * 16
+            word = start + tl.arange(0, 16)
             there = known[:, None] & (word < WORDS)[None, :]
             words = tl.load(data_at + word[None, :], mask=there, other=0)
-            for half in tl.static_range(lowest, lowest + HALVES):
-                if WIDTH == 32:  # all are of one group
-                    group = tl.minimum((turn * 256 + half * 128) // GROUP, GROUPS - 1)
-                    pairs = tl.load(pairs_at + group, mask=known[:, None], other=0)
-                else:
-                    group = (word // WIDTH * (8 * WIDTH) + word % WIDTH + half * 4 * WIDTH) // GROUP
-                    pairs = tl.load(pairs_at + tl.minimum(group, GROUPS - 1)[None, :], mask=there, other=0)
-                scale, offset = pair_of(pairs)
-                numbers = _half(words, scale, offset, half, TILE, x_ptr.dtype.element_ty)
-                of = turn * 32 + place % 32
-                column = of // WIDTH * (8 * WIDTH) + (half * 4 + place // 32) * WIDTH + of % WIDTH
-                column = tl.max_contiguous(tl.multiple_of(column, WIDTH), WIDTH)  # which the compiler does not see
-                acc = tl.dot(numbers, _columns_of(x_ptr, row, column, rows, COLUMNS), acc)
-                if MORE:
-                    more = tl.dot(numbers, _columns_of(x_ptr, more_row, column, rows, COLUMNS), more)
+            if WIDTH == 16:  # a half is of one group
+                low = tl.load(pairs_at + tl.minimum(start * 8 // GROUP, GROUPS - 1), mask=known[:, None], other=0)
+                high = low
+                if GROUPS > 1 and GROUP % 128:
+                    group = tl.minimum((start * 8 + 64) // GROUP, GROUPS - 1)
+                    high = tl.load(pairs_at + group, mask=known[:, None], other=0)
+            else:
+                column = word // WIDTH * (8 * WIDTH) + word % WIDTH
+                group = tl.minimum(column // GROUP, GROUPS - 1)[None, :]
+                low = tl.load(pairs_at + group, mask=there, other=0)
+                group = tl.minimum((column + 4 * WIDTH) // GROUP, GROUPS - 1)[None, :]
+                high = tl.load(pairs_at + group, mask=there, other=0)
+            numbers = widened(words, low, high, TILE, x_ptr.dtype.element_ty)
+            place = tl.arange(0, 128)
+            of = start + place % 16
+            column = of // WIDTH * (8 * WIDTH) + place // 16 * WIDTH + of % WIDTH
+            column = tl.max_contiguous(tl.multiple_of(column, RUN), RUN)  # which the compiler does not see
+            acc = tl.dot(numbers, _columns_of(x_ptr, row, column, rows, COLUMNS), acc)
+            if MORE:
+                more = tl.dot(numbers, _columns_of(x_ptr, more_row, column, rows, COLUMNS), more)
     _write(
         acc, out_ptr, part_ptr, scale_ptr, scale_ptr, bias_ptr, output, row, rows, unit, split, split_from,
         OUTPUTS, SPLITS, False, False, BIAS,

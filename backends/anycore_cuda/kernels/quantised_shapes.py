@@ -28,6 +28,8 @@ class Shape:
 
 SHARED = 227 << 10
 """Bytes of shared memory that a program may have on Hopper."""
+LARGE = 15 << 20
+"""Numbers of a matrix: of smaller ones, tiles are too few for all processors."""
 
 
 def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -> Shape:
@@ -60,13 +62,13 @@ WIDE = ((96, 64, 32), (128, 128, 0), (144, 128, 16), (160, 128, 32), (192, 128, 
 
 
 def _wide(weight: Packed, rows: int, processors: int) -> Shape:
-    """4 bits and many rows: a program to a processor, which widens a tile once for all of them. As many tiles as keep
-    all processors busy are whole, what is left over is split among them.
+    """4 bits and many rows where `quantised_wide` does not fit: a program to a processor, which widens a tile once for
+    all of them. As many tiles as keep all processors busy are whole, what is left over is split among them.
     """
     outputs, columns = weight.shape
     each, more = next(((each, more) for most, each, more in WIDE if rows <= most), (128, 0))
-    # Of the matrix a turn less is under way than of the rows; of narrow groups' scales as much again.
-    matrix = 128 * (132 if weight.width == 32 else 256)
+    # Of the matrix a turn less is under way than of the rows: words, and scales of narrow groups twice as much.
+    matrix = 128 * 192
     stages = min(3, (SHARED + matrix) // ((each + more) * 2 * 128 + matrix))
     at_a_time = max(1, processors // -(-rows // (each + more)))
     whole, rest = divmod(-(-outputs // 128), at_a_time)
@@ -75,7 +77,9 @@ def _wide(weight: Packed, rows: int, processors: int) -> Shape:
 
 
 def stage_bytes(weight: Packed, outputs: int, rows: int, turn: int) -> int:
-    """Shared memory of what is under way: tiles of the matrix and of rows; of four bits 32 words, with scales."""
+    """Shared memory of what is under way: tiles of the matrix and of rows; of four bits 32 words, with scales, which
+    is more than a turn of half as many has.
+    """
     if weight.kind == "int4":
         return outputs * (32 * 4 + 4 * PLANES) + rows * 2 * turn
     return turn * (outputs + rows * (1 if weight.rounds else 2)) + (0 if weight.rounds else turn * outputs)
