@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import tiny
 from tiny_gguf import write_gguf
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from anycore.errors import BadRequest, ConfigError, ContextLengthExceeded, Unsupported
@@ -122,6 +125,30 @@ def test_the_template_file_of_the_flag(t_lm: Path, tmp_path: Path) -> None:
 def test_without_a_template_the_error_says_what_to_do(t_qemb: Path) -> None:
     with pytest.raises(BadRequest, match=r"no chat template: send text instead of messages, or .*--chat-template"):
         renderer(t_qemb).chat(USER)
+
+
+def test_o02_tokens_that_the_model_has_no_row_for_are_named(
+    t_lm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Checkpoints with tokens added to the tokenizer alone: what holds none of them is answered, others name the
+    input."""
+    folder = tmp_path / "more"
+    shutil.copytree(t_lm, folder)
+    words = Backend.from_file(str(folder / "tokenizer.json"))
+    words.add_tokens([AddedToken("<|extra|>", special=True)])
+    words.save(str(folder / "tokenizer.json"))
+    more = renderer(folder)
+    assert "the tokenizer has tokens up to 448, the model rows for 448" in caplog.text
+    assert more.text("plain").token_ids == renderer(t_lm).text("plain").token_ids
+    for param, render in (
+        ("prompt", lambda: more.text("a<|extra|>")),
+        ("messages", lambda: more.chat([{"role": "user", "content": "a<|extra|>"}])),
+        ("input[1]", lambda: more.embedding("a<|extra|>", param="input[1]")),
+        ("documents[3]", lambda: more.pair("a", "<|extra|>", param="documents[3]")),
+    ):
+        with pytest.raises(BadRequest, match=r"has the token '<\|extra\|>' \(448\), for which") as caught:
+            render()
+        assert caught.value.param == param
 
 
 def test_ids_are_used_as_they_are(lm: Renderer) -> None:

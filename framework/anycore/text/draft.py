@@ -53,11 +53,15 @@ class Draft:
             raise BadRequest(f"{self.cutter.param}: {error.message}", param=self.cutter.param) from None
 
 
-def tokenise(drafts: list[Draft | Rendered], tokenizer: Tokenizer) -> list[Rendered]:
+def tokenise(drafts: list[Draft | Rendered], tokenizer: Tokenizer, rows: int | None = None) -> list[Rendered]:
     """Turn drafts into tokens, in one call of the tokenizer for those that are alike; others are there already.
 
+    Args:
+        rows: of the model's table, where the tokenizer has tokens beyond it.
+
     Raises:
-        BadRequest: one gives no tokens, or is too long and may not be cut; `param` names it.
+        BadRequest: one gives no tokens or some that the model lacks, or is too long and may not be cut; `param` names
+            it.
     """
     done: dict[int, Rendered] = {i: draft for i, draft in enumerate(drafts) if isinstance(draft, Rendered)}
     for special in (True, False):
@@ -67,7 +71,20 @@ def tokenise(drafts: list[Draft | Rendered], tokenizer: Tokenizer) -> list[Rende
         encodings = tokenizer.encodings(texts, special) if texts else []
         for (i, draft), encoding in zip(alike.items(), encodings, strict=True):
             done[i] = fitted(draft, encoding, tokenizer)
+            if rows is not None:
+                check_rows(done[i].token_ids, rows, tokenizer, draft.cutter.param)
     return [done[i] for i in range(len(drafts))]
+
+
+def check_rows(ids: list[int], rows: int, tokenizer: Tokenizer, param: str) -> None:
+    """Refuse a text with a token that the tokenizer has and the model does not."""
+    last = max(ids)
+    if last >= rows:
+        raise BadRequest(
+            f"{param} has the token {tokenizer.token(last)[:40]!r} ({last}), for which the model has no row: its table "
+            f"has {rows}",
+            param=param,
+        )
 
 
 def fitted(draft: Draft, encoding: Encoding, tokenizer: Tokenizer) -> Rendered:

@@ -64,6 +64,14 @@ class Renderer:
         self._templates = ChatTemplates(own, self.tokenizer.special_tokens, chat_template, allow_request_template)
         self._profile = profile_of(spec, self._templates.usual, self._render)
         self._warned_of_bos = False
+        highest = max(self.tokenizer.vocab_size - 1, *self.tokenizer.added_ids.values(), -1)
+        self._rows = spec.vocab_size if highest >= spec.vocab_size else None
+        if self._rows is not None:
+            log.warning(
+                "the tokenizer has tokens up to %d, the model rows for %d: texts with others are refused",
+                highest,
+                self._rows,
+            )
 
     @property
     def templates(self) -> list[str]:
@@ -237,7 +245,7 @@ class Renderer:
         """
 
         def render(piece: Sequence[Item]) -> list[Rendered]:
-            return tokenise([draft(item) for item in piece], self.tokenizer)
+            return tokenise([draft(item) for item in piece], self.tokenizer, self._rows)
 
         if len(items) <= PIECE:
             yield from render(items)
@@ -311,7 +319,7 @@ class Renderer:
         return rendered
 
     def _one(self, draft: Draft | Rendered) -> Rendered:
-        return tokenise([draft], self.tokenizer)[0]
+        return tokenise([draft], self.tokenizer, self._rows)[0]
 
     def _fit_ids(self, ids: list[int], cutter: Cutter) -> Rendered:
         cut = cutter.cut(len(ids), 0, len(ids))
