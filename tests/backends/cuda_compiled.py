@@ -98,11 +98,19 @@ def compile_quantised(ops: CudaOps) -> None:
     ):
         packed = ops.pack(weight)
         columns = packed.shape[1]
-        for rows in (1, 8, *((70, 144) if packed.kind == "int4" else ())):
+        for rows in (1, 8):
             x = torch.zeros(rows, columns, dtype=bf16)
             ops.norm_linear(x, x, torch.ones(columns), 1e-6, packed, None, "silu")
             ops.logits(x, packed)
         ops.embedding(torch.zeros(3, dtype=torch.int64), packed)
+
+
+def any_rows(ops: CudaOps) -> None:
+    """Multiply 4 bits by more and by fewer rows than `compile_quantised` did."""
+    for group in (32, 128):
+        packed = ops.pack(int4_weight((64, 256 if group == 128 else 320), group, torch.bfloat16, torch.Generator()))
+        for rows in (2, 17, 33, 65, 97, 129, 145, 161, 193, 256):
+            ops.linear(torch.zeros(rows, packed.shape[1], dtype=torch.bfloat16), packed)
 
 
 def compile_masked(ops: CudaOps) -> None:
@@ -182,6 +190,10 @@ def main(folder: str) -> None:
     with torch.inference_mode(), launch.compiling(backend.device):
         compile_quantised(ops)
     quantised = sorted(set(compiled))
+    compiled.clear()
+    with torch.inference_mode():
+        any_rows(ops)
+    missing += sorted(compiled)
     compiled.clear()
     with torch.inference_mode(), launch.compiling(backend.device):
         for kind in KV_CACHES:

@@ -27,6 +27,7 @@ class Launcher:
         self._direct = direct
         self._ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._compiling: dict[tuple[Any, ...], Any] | None = None  # inside `compiling`: what is under way
+        self._asked: set[tuple[Any, ...]] = set()
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Run `kernel[grid](*args, **constants)`: what varies stands in `args`, constants and options have names."""
@@ -64,6 +65,13 @@ class Launcher:
         x, y, z = (*grid, 1, 1)[:3]
         run(x, y, z, stream_of(device), function, metadata, None, None, None, *values, *rest)
 
+    def rehearses(self, *key: Any) -> bool:
+        """Whether this is the first time inside `compiling` that somebody asks so: for him to launch all variants."""
+        if self._compiling is None or key in self._asked:
+            return False
+        self._asked.add(key)
+        return True
+
     @contextmanager
     def compiling(self, device: torch.device) -> Iterator[None]:
         """Inside, nothing is launched: the kernels asked for are compiled on many threads, and loaded at the end.
@@ -82,6 +90,7 @@ class Launcher:
                 list(threads.map(_load, kernels))
         finally:
             self._compiling = None
+            self._asked.clear()
 
 
 class _Threads(ThreadPoolExecutor):

@@ -12,15 +12,19 @@ from torch import Tensor
 from anycore_cuda.kernels import gated, norm
 from anycore_cuda.kernels.int4 import nibble_matvec
 from anycore_cuda.kernels.int8 import byte_matvec
+from anycore_cuda.kernels.launch import launch
 from anycore_cuda.kernels.quantised import Packed
 from anycore_cuda.kernels.quantised_dense import dense_product
 from anycore_cuda.kernels.quantised_products import product
 from anycore_cuda.kernels.quantised_rows import fix, round_rows
 from anycore_cuda.kernels.quantised_shapes import LARGE, SHARED
-from anycore_cuda.kernels.quantised_wide import WIDE_ROWS, fits, wide_product
+from anycore_cuda.kernels.quantised_wide import WIDE, WIDE_ROWS, fits, wide_product
 
 TILED_ROWS = 64
 """So many rows at most are multiplied by tiles that are widened in registers; for more the matrix is made dense."""
+
+VARIANTS = (16, 32, 64, *(most for most, _ in WIDE))
+"""Up to so many rows, each, kernels of 4 bits differ."""
 
 LIBRARY_ROWS = 65
 """From so many rows on cuBLAS multiplies e4m3, where it can: at 144 rows in 13 us where `product` takes 17."""
@@ -50,6 +54,10 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None, chip: Chip, dtype: to
     """[.., I] → [.., O]."""
     rows = x.reshape(-1, x.shape[-1])
     dtype = dtype or x.dtype
+    four = weight.kind == "int4" and rows.element_size() == 2
+    if four and launch.rehearses(weight.shape, weight.group, x.dtype, dtype, bias is None):
+        for count in VARIANTS:  # prompts may have any number of rows
+            linear(rows.new_empty(count, rows.shape[1]), weight, bias, chip, dtype)
     if _is_vector(rows, weight):
         out = _vector(rows, None, None, 0.0, weight, bias, None, chip, dtype)[0]
     elif weight.rounds:
