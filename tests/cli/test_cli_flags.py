@@ -112,6 +112,12 @@ def test_served_names_take_several_words_and_keys_are_given_one_by_one() -> None
     assert given(options, ModelConfig) == {"model": "m", "served_model_name": ("a", "b")}
 
 
+def test_m01_auto_is_what_is_left_open() -> None:
+    """As in vLLM: the longest sequence that fits, against a file that says otherwise."""
+    words = ["m", "--max-model-len", "auto", "--memory-utilization", "auto", "--max-num-seqs", "auto"]
+    assert ModelConfig(**given(parser_of("serve").read(words), ModelConfig)) == ModelConfig(model="m")
+
+
 def test_a_model_may_be_named_by_flag() -> None:
     assert given(parser_of("serve").read(["--model", "m"]), ModelConfig) == {"model": "m"}
 
@@ -129,7 +135,10 @@ def test_a_model_may_be_named_by_flag() -> None:
         (["serve", "m", "--dtype", "bf16"], "'bf16' is not one of auto, float32, bfloat16, float16; did you mean"),
         (["serve", "m", "--device", "gpu"], "must be the index of a device, not 'gpu'; a backend is chosen with"),
         (["serve", "m", "--kv-cache-memory", "4GX"], "must be a number such as 4096, 512MiB or 4GiB, not '4GX'"),
-        (["serve", "m", "--max-num-seqs", "many"], "argument --max-num-seqs:"),
+        (["serve", "m", "--max-num-seqs", "many"], "argument --max-num-seqs: must be a whole number, not 'many'"),
+        (["serve", "m", "--port", "1.5"], "argument --port: must be a whole number, not '1.5'"),
+        (["serve", "m", "--memory-utilization", "90%"], "must be a number, not '90%'"),
+        (["serve", "m", "--port", "auto"], "argument --port: must be a whole number, not 'auto'"),
         (["serve", "m", "--max-num-seqs"], "expected one argument"),
         (["serve", "m", "extra"], "unrecognized arguments: extra"),
         (["serve", "m", "--model", "other"], "MODEL is given twice: other and m"),

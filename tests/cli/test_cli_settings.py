@@ -84,6 +84,7 @@ def test_demo_is_the_built_in_list_and_flags_apply_to_each(tmp_path: Path) -> No
 
 def test_an_empty_value_leaves_a_setting_open(tmp_path: Path) -> None:
     assert settings(tmp_path, "model: m\nmax_model_len:\n").models == (ModelConfig(model="m"),)
+    assert settings(tmp_path, "model: m\nmax_model_len: auto\n").models == (ModelConfig(model="m"),)
 
 
 @pytest.mark.parametrize(

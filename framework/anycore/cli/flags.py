@@ -143,11 +143,16 @@ def convert(item: Field[Any], kind: type[Any], value: Any) -> Any:
         return value
     if isinstance(value, bool):
         raise ValueError(f"must be a number, not {value!r}")
+    if value == "auto" and item.default is None:
+        return None  # as without the flag
     if item.name == "device" and isinstance(value, str) and not value.isdigit():
         raise ValueError(f"must be the index of a device, not {value!r}; a backend is chosen with --backend {value}")
     if kind is int and isinstance(value, str) and item.metadata["unit"]:
         return parse_quantity(value)
-    number = kind(value) if isinstance(value, str) else value
+    try:
+        number = kind(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None  # Python's own words say what it could not do, not what is wanted
     if kind is int and not isinstance(number, int):
         raise ValueError(f"must be a whole number, not {value!r}")
     if not isinstance(number, (int, float)):
