@@ -60,6 +60,15 @@ def alive(live: Live) -> None:
     assert live.post("/v1/completions", {"model": "lm", "prompt": "a", "max_tokens": 4}).status_code == 200
 
 
+def test_a11_a_whole_url_is_taken_for_its_path(live: Live) -> None:
+    """Clients that take the server for a proxy write one; HTTP/1.1 wants it understood."""
+    with httpx.Client(proxy=live.url) as client:
+        assert client.get("http://elsewhere.invalid/health").status_code == 200
+        body = {"model": "lm", "prompt": "a", "max_tokens": 4}
+        assert client.post("http://elsewhere.invalid/v1/completions?x=1", json=body).status_code == 200
+        assert client.get("http://elsewhere.invalid/v1/nothing").status_code == 404
+
+
 def test_a11_routing_errors(live: Live) -> None:
     assert "GET /v1/nothing" in check(live.get("/v1/nothing"), 404, "not_found")["message"]
     response = live.get("/v1/completions")

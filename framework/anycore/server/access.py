@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,6 +37,8 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if "://" in scope["path"]:  # as to a proxy; HTTP wants it taken for the path alone (RFC 9112, 3.2.2)
+            scope["path"] = urlsplit(scope["path"]).path or "/"
         headers = dict(scope["headers"])
         is_probe = scope["path"] in OPEN_ROUTES
         visit = Visit("" if is_probe else request_id_of(headers), scope["method"], scope["path"])
