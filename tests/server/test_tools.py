@@ -230,3 +230,16 @@ def test_a_tools_schema_may_count_with_a_point(tools_api: httpx.Client) -> None:
     answer = ok(tools_api.post("/v1/chat/completions", json={**body, "tool_choice": "required", "temperature": 0}))
     call = answer["choices"][0]["message"]["tool_calls"][0]
     assert len(json.loads(call["function"]["arguments"])["word"]) == 3
+
+
+def test_a09_a_stop_string_within_a_call_does_not_finish_it(tools_api: httpx.Client) -> None:
+    """finish_reason tool_calls says that arguments are whole."""
+    body = {"model": "calls", "messages": [{"role": "user", "content": "a"}], "tools": [SEARCH], "max_tokens": 200}
+    body |= {"tool_choice": {"type": "function", "function": {"name": "search"}}, "temperature": 0}
+    whole = ok(tools_api.post("/v1/chat/completions", json=body))["choices"][0]
+    assert whole["finish_reason"] == "tool_calls"
+    for stream in (False, True):
+        answer = tools_api.post("/v1/chat/completions", json={**body, "stop": ["query"], "stream": stream})
+        last = events_of(answer)[-1] if stream else ok(answer)
+        assert last["choices"][0]["finish_reason"] == "stop"
+        assert last["choices"][0]["stop_reason"] == "query"

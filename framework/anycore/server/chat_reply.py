@@ -22,7 +22,7 @@ from anycore.server.protocol_replies import (
 )
 from anycore.server.sse import DONE, event
 from anycore.text.replies.form import Form
-from anycore.text.replies.message import Reply, read
+from anycore.text.replies.message import Reply, arguments_of, read
 from anycore.text.replies.parts import Part, Said, Thought
 
 if TYPE_CHECKING:
@@ -157,5 +157,11 @@ def _part(index: int, delta: ChatDelta) -> ChatChunkChoice:
 
 
 def finish_of(chunk: Chunk, reply: Reply) -> ChatFinish:
-    """Why a choice ended, in this API's words. One without an end was cut off."""
-    return "tool_calls" if chunk.finish == "stop" and reply.calls else chunk.finish or "abort"
+    """Why a choice ended, in this API's words. One without an end was cut off.
+
+    A stop string may end a reply in the middle of a call: who is told of calls may rely on their arguments.
+    """
+    if chunk.finish != "stop" or not reply.calls:
+        return chunk.finish or "abort"
+    cut = isinstance(chunk.stop_reason, str) and arguments_of(reply.calls[-1]) is None
+    return "stop" if cut else "tool_calls"
