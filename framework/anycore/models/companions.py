@@ -169,8 +169,9 @@ def max_length(source: Source) -> int | None:
     if lengths.get("max_seq_length") is not None:
         return int(lengths["max_seq_length"])
     longest = (source.read_object("tokenizer_config.json") or {}).get("model_max_length")
-    known = isinstance(longest, (int, float)) and 0 < longest < 2**31  # without limit it is a very large number
-    return int(longest) if known else None
+    if not isinstance(longest, (int, float)) or not 0 < longest < 2**31:  # without limit it is a very large number
+        return None
+    return int(longest)
 
 
 def read_chat(source: Source, written: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:

@@ -193,9 +193,9 @@ def _one(value: str | list[Any], name: str, allow_empty_text: bool) -> str | lis
         return value
     if not value:
         raise BadRequest(f"{name} must not be an empty list", param=name)
-    value = whole(value)
-    check_ids(value, name)
-    return value
+    ids: list[int] = whole(value)
+    check_ids(ids, name)
+    return ids
 
 
 def _is_id(value: Any) -> bool:
