@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from anycore.errors import ConfigError
 from anycore.models import loader
 from anycore.models.checkpoint import open_checkpoint
 from anycore.models.convert.calibration import Calibration, HostMemory, Walk, calibrate
-from anycore.models.convert.compensation import clipped, compensated, cut
+from anycore.models.convert.compensation import clipped, compensated, cut, fitted
 from anycore.models.convert.products import Held, Inputs, Observer, Product, eight_bits, products
 from anycore.models.convert.scaling import fold, search
 from anycore.models.decoder import Decoder
@@ -82,6 +84,30 @@ def test_a_group_leaves_out_what_does_not_matter() -> None:
             for rounded in (clipped(weight, wanted, importance), quantise(weight, wanted))
         ]
         assert errors[0] < most * errors[1]
+
+
+def test_scales_are_fitted_to_whole_numbers() -> None:
+    """All of a row at once: nearer than as they were, to a scale's eight bits the best there are, and zeros stay."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(40, 128, generator=generator)
+    weight[5, :32] = 0
+    inputs = correlated()
+    squares = inputs.T @ inputs / len(inputs)
+    start = quantise(weight, FOUR)
+    assert isinstance(start, Int4Weight)
+
+    def error(scale: Tensor) -> Tensor:
+        rest = replace(start, scale=scale).dense() - weight
+        return ((rest @ squares) * rest).sum(-1)
+
+    found = fitted(start, weight, squares).scale
+    assert float(error(found).sum()) < 0.8 * float(error(start.scale).sum())
+    assert float(found[5, 0]) == float(start.scale[5, 0])
+    for share in (0.97, 1.03):
+        for group in range(4):
+            moved = found.clone()
+            moved[:, group] *= share
+            assert float(error(moved).sum()) > float(error(found).sum())
 
 
 def observed(folder: Path) -> Decoder | Encoder:
@@ -220,6 +246,21 @@ def test_narrow_models_of_many_layers_are_written_in_groups(tmp_path: Path) -> N
     exact = hidden(folder, False)
     groups, rows = hidden(tmp_path / "groups", True, 32), hidden(tmp_path / "rows", True)
     assert float((groups - exact).norm()) < float((rows - exact).norm())
+
+
+def test_four_bits_of_narrow_models_of_many_layers(tmp_path: Path) -> None:
+    """With tables, values and the last layer's down_proj have eight, unless that is not wanted or groups are others."""
+    folder = tiny.tiny_lm(tmp_path / "m", layers=16)
+    flags = ["convert", str(folder), str(tmp_path / "out"), "--quantization", "w4a16"]
+    expected = {f"layers.{layer}.self_attn.v_proj.weight" for layer in range(16)} | {"layers.15.mlp.down_proj.weight"}
+    for more, eight in ((["--tables"], expected), ([], set()), (["--tables", "--keep-dense", "none"], set())):
+        assert main([*flags, *more]) == 0
+        found = formats_of(tmp_path / "out")
+        assert {name for name, wanted in found.items() if wanted == Format("int8", 32)} == eight
+        assert {wanted for name, wanted in found.items() if name not in eight} == {FOUR}
+        shutil.rmtree(tmp_path / "out")
+    assert main([*flags, "--tables", "--group", "64"]) == 0
+    assert set(formats_of(tmp_path / "out").values()) == {Format("int4", 64)}
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])

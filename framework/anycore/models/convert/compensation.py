@@ -2,7 +2,8 @@
 
 After Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers" (2022). Scales
 are chosen first, group by group; then columns are rounded one after the other, those of the largest inputs first, and
-the columns still to come are changed such that the product of a text's inputs stays as near as it can.
+the columns still to come are changed such that the product of a text's inputs stays as near as it can. With 4 bits,
+scales are then fitted to the whole numbers that were found.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ KEPT = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried."""
 DAMPING = 0.01
 """Of the mean square of the inputs, added to each: a text does not tell all."""
+CHANGE = 0.25
+"""Of itself, by which a scale is changed at most."""
 BLOCK = 128
 """Columns after which those still to come are changed."""
 ROWS = 8192
 """Rows that are rounded at a time: a vocabulary's table in float32 would be large."""
+
+EQUATIONS = 1 << 24
+"""Numbers of the systems that are solved at a time."""
 
 WholeNumbers = Int4Weight | Int8Weight
 
@@ -109,10 +115,13 @@ def inverse_factor(squares: Tensor) -> tuple[Tensor, Tensor]:
     wide = squares.double()
     diagonal = wide.diagonal()
     order = diagonal.argsort(descending=True)
-    damping = DAMPING * float(diagonal.mean()) or 1.0
-    wide = wide[order][:, order] + damping * torch.eye(len(wide), dtype=torch.float64)
+    wide = wide[order][:, order] + damping(squares) * torch.eye(len(wide), dtype=torch.float64)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(wide))
     return torch.linalg.cholesky(inverse, upper=True).float(), order
+
+
+def damping(squares: Tensor) -> float:
+    return DAMPING * float(squares.diagonal().mean()) or 1.0
 
 
 def rounded(weight: Tensor, squares: Tensor, factor: Tensor, order: Tensor, wanted: Format) -> WholeNumbers:
@@ -136,4 +145,37 @@ def rounded(weight: Tensor, squares: Tensor, factor: Tensor, order: Tensor, want
             lost[i - first] = (left[i] - held * scales[i]) / factor[i, i]
             left[i + 1 : last].addr_(factor[i, i + 1 : last], lost[i - first], alpha=-1)
         left[last:].addmm_(factor[first:last, last:].T, lost, alpha=-1)
-    return replace(found, data=torch.empty_like(data).index_copy_(0, order, data).T.contiguous())
+    found = replace(found, data=torch.empty_like(data).index_copy_(0, order, data).T.contiguous())
+    return fitted(found, weight, squares) if isinstance(found, Int4Weight) else found
+
+
+def fitted(found: Int4Weight, weight: Tensor, squares: Tensor) -> Int4Weight:
+    """Change scales, all of a row at once, such that the product is as near as these whole numbers let it be.
+
+    Damped as inputs are, and so are changes: what a text hardly tells of stays.
+    """
+    columns, groups = weight.shape[1], found.scale.shape[1]
+    whole = found.data.float() - spread(found.zero, found.group, columns)
+    left = weight - whole * spread(found.scale, found.group, columns)
+    damped = squares + damping(squares) * torch.eye(columns)
+    step = max(1, EQUATIONS // groups**2)
+    pairs = zip(torch.split(whole, step), torch.split(left, step), strict=True)
+    change = torch.cat([solved(*pair, damped, found.group) for pair in pairs])
+    scale = found.scale + change.clamp(-CHANGE * found.scale, CHANGE * found.scale)
+    return replace(found, scale=scale.bfloat16().float())
+
+
+def solved(whole: Tensor, left: Tensor, squares: Tensor, group: int) -> Tensor:
+    """[rows, groups]: how much of a group's whole numbers is in what is left of the weights, both [rows, in]."""
+    by_group = (len(whole), -1, group)
+    system = torch.stack(
+        [
+            (numbers @ some * whole).view(by_group).sum(-1)
+            for numbers, some in zip(torch.split(whole, group, 1), torch.split(squares, group), strict=True)
+        ],
+        dim=1,
+    )
+    own = system.diagonal(dim1=1, dim2=2)
+    own += DAMPING * own + 1e-12  # groups of zeros tell nothing
+    found: Tensor = torch.linalg.solve(system, (left @ squares * whole).view(by_group).sum(-1))
+    return found
