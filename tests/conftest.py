@@ -54,6 +54,16 @@ def pytest_collection() -> Generator[None, object, object]:
         check_once()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of several workers none shall be left with a long test when the others have no more: files with such come first.
+
+    Files stay whole, for what their tests share is opened once.
+    """
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What a file's tests have opened goes with its last one: engines are large, and are circles of references."""
