@@ -372,6 +372,19 @@ def test_a10_whole_numbers_may_have_a_point(api: httpx.Client) -> None:
     assert float(text) == 2.0
 
 
+def test_s08_bans_that_leave_no_token_are_the_callers_mistake(api: httpx.Client) -> None:
+    """Not 500: clients try those again. A ban that leaves one token is fine."""
+    ends = {"min_tokens": 3, "stop_token_ids": [6], "max_tokens": 5}
+    for bans in (ends, {"bad_words": ["a"], "allowed_token_ids": ok(tokens_of(api, "a"))["tokens"][1:]}):
+        error_of(post(api, **{"prompt": "b", "allowed_token_ids": [6], **bans}), 400, "allowed_token_ids")
+    answer = ok(post(api, prompt="b", allowed_token_ids=[6, 7], return_token_ids=True, ignore_eos=True, **ends))
+    assert set(answer["choices"][0]["token_ids"][:3]) == {7}
+
+
+def tokens_of(api: httpx.Client, text: str) -> httpx.Response:
+    return api.post("/tokenize", json={"model": "lm", "prompt": text})
+
+
 def test_s05_penalties_are_felt(api: httpx.Client) -> None:
     body = {"prompt": "The capital", "max_tokens": 40, "ignore_eos": True, "return_token_ids": True, "temperature": 0}
 

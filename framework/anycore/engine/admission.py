@@ -74,6 +74,7 @@ class Admission:
 
     def _check_sampling(self, sampling: SamplingParams, length: int, grammars: bool, texts: bool) -> None:
         sampling.check_vocabulary(self.spec.vocab_size)
+        self._check_left(sampling)
         if sampling.grammar is not None and not grammars:
             raise InvalidGrammar("this engine keeps to no grammars", param="structured_outputs")
         if needs_texts(sampling) and not texts:
@@ -84,6 +85,20 @@ class Admission:
                 f"{length} prompt tokens and max_tokens {asked} are {length + asked}, "
                 f"this model takes at most {longest} together",
                 param="max_tokens",
+            )
+
+    def _check_left(self, sampling: SamplingParams) -> None:
+        """Refuse a request whose own bans leave it no token to begin with."""
+        if sampling.allowed_token_ids is None:
+            return
+        banned = {word[0] for word in sampling.bad_words_ids if len(word) == 1}
+        if sampling.min_tokens:
+            banned |= {*self._eos_ids, *sampling.stop_token_ids}
+        if banned.issuperset(sampling.allowed_token_ids):
+            raise BadRequest(
+                "allowed_token_ids leaves no token: bad_words, or min_tokens with what would end the answer, bans them "
+                "all",
+                param="allowed_token_ids",
             )
 
     def _check_dimensions(self, asked: int) -> None:
