@@ -24,8 +24,8 @@ from server.harness import Live, serve_here, serve_process
 from anycore.config import ModelConfig
 from anycore.errors import ConfigError
 from anycore.server.auth import Guard
+from anycore.server.beforehand import remote_keys
 from anycore.server.keys import Key, hash_of, plain
-from anycore.server.run import remote_keys
 from anycore.server.tally import Tally
 
 KEYS = [
