@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from engine.test_memory import GIB, QWEN, WISH
+from engine.example import GIB, QWEN, WISH
 
 from anycore.engine.leases import Lease, runtime_folder
 from anycore.engine.memory import MemoryPlan, Room, plan
@@ -23,7 +23,7 @@ RACE = """
 import sys, time
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from engine.test_leases import device_plan
+from engine.example import device_plan
 from anycore.engine.leases import Lease
 used = Path(sys.argv[1])
 print("here", flush=True)
@@ -34,12 +34,6 @@ with Lease("fake-0", Path(sys.argv[2])) as lease:
     used.write_text(str(int(used.read_text()) + made.used))
 print(made.used)
 """
-
-
-def device_plan(used: Path, reserved: int) -> MemoryPlan:
-    """A plan on a device of 100 GiB, of which a file tells how much is taken."""
-    free = 100 * GIB - int(used.read_text())
-    return plan(QWEN, WISH, Room("fake", 100 * GIB, free - reserved))
 
 
 HALF = replace(WISH, utilization=0.5, utilization_asked=True)

@@ -6,38 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from engine.example import GIB, QWEN, WISH
 from engines import LOADED, engine
 
 from anycore.config import ModelConfig
-from anycore.contract.declare import Task
 from anycore.engine.launch import prepare
-from anycore.engine.memory import Room, Wish, plan, size
+from anycore.engine.memory import Room, plan, size
 from anycore.engine.settle import wish_of
 from anycore.errors import ConfigError, DoesNotFit
-from anycore.models.spec import ModelSpec
-
-GIB = 2**30
-
-QWEN = ModelSpec(
-    architecture="Qwen3ForCausalLM",
-    family="decoder",
-    attention="causal",
-    tasks=(Task.GENERATE,),
-    hidden_size=2048,
-    intermediate_size=6144,
-    layers=28,
-    heads=16,
-    kv_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    max_positions=40960,
-    norm_eps=1e-6,
-    activation="silu",
-    qk_norm=True,
-    tied=True,
-    head="lm",
-)
-WISH = Wish(dtype="bfloat16", block_size=128, utilization=0.9, paged=True)
 
 
 def test_m01_length_against_kv_memory() -> None:

@@ -54,7 +54,7 @@ def under_limit(folder: str) -> None:
     """Read settings from stdin, one JSON object a line, and answer each with "served", "refused" or a fault."""
     from dataclasses import replace
 
-    from engine.test_plan_truth import fill
+    from engine.worst import fill
     from engines import LOADED
     from engines import engine as small_engine
 
