@@ -201,8 +201,9 @@ def test_bans_that_leave_nothing_end_the_request_alone(llm: LLM) -> None:
     q = llm.tokenizer.encode("q", add_special_tokens=False)
     assert len(q) == 1
     banned = SamplingParams(temperature=0, max_tokens=8, grammar=grammar.regex("q"), allowed_token_ids=(q[0] + 1,))
-    with pytest.raises(AnycoreError, match="leave no token"):
+    with pytest.raises(AnycoreError, match="the grammar and allowed_token_ids together leave no token") as caught:
         llm.generate("Say", banned)
+    assert caught.value.code == "invalid_grammar"
     assert text_of(llm, grammar.regex("q"))[0] == "q"
 
 

@@ -29,6 +29,13 @@ def forced(text: str) -> dict[str, Any]:
     return {"structured_outputs": {"choice": [text]}}
 
 
+def test_a06_a_grammar_that_meets_bans_is_the_callers_mistake(api: httpx.Client) -> None:
+    """Not 500: nothing was wrong with the model's numbers."""
+    body = {"model": "lm", "prompt": "a", "max_tokens": 9, "guided_choice": ["yes", "no"], "allowed_token_ids": [6]}
+    error = error_of(api.post("/v1/completions", json=body), 400, code="invalid_grammar")
+    assert "allowed_token_ids" in error["message"]
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_schema_is_kept_to_whole_and_streamed(api: httpx.Client, n: int) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}

@@ -409,9 +409,19 @@ class Engine:
         self._next_deadline = min(left, default=math.inf)
 
 
-def _not_finite(request: Request) -> NonFiniteOutput:
-    bans = "" if request.grammar is None else ", or its grammar and bans leave no token"
-    return NonFiniteOutput(f"the model's output holds NaN or infinity{bans}")
+def _not_finite(request: Request) -> AnycoreError:
+    """What to tell of a row without a number; where a grammar meets bans of the caller's, these leave nothing."""
+    sampling = request.new.sampling
+    if request.grammar is not None and sampling is not None:
+        bans = {
+            "allowed_token_ids": sampling.allowed_token_ids is not None,
+            "bad_words": bool(sampling.bad_words_ids),
+            "min_tokens": request.num_output <= sampling.min_tokens,
+        }
+        for name, given in bans.items():
+            if given:
+                return InvalidGrammar(f"the grammar and {name} together leave no token", param=name)
+    return NonFiniteOutput("the model's output holds NaN or infinity")
 
 
 def _failed(request_id: str, error: AnycoreError, index: int = 0) -> Delta:
