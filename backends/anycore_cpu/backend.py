@@ -36,6 +36,8 @@ class CpuBackend(Backend):
     def optimize(self, step: WholeStep, limits: Limits) -> StepFn:
         if self._kernels is None or self.ops.group.size > 1:  # what ranks exchange is no kernel, and not recorded
             return step
+        if self._kernels.shelf.is_used:
+            return_freed_memory()
         return ReplayStep(step, self._kernels, limits)
 
 
@@ -49,3 +51,10 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(MMAP_THRESHOLD, 32 << 20)  # the largest value glibc takes
         mallopt(TRIM_THRESHOLD, 512 << 20)
+
+
+def return_freed_memory() -> None:
+    """Give back what loading has freed: packed weights lie elsewhere, and steps need less."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

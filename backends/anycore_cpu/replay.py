@@ -33,21 +33,14 @@ Kind = tuple[int, bool, bool, bool]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A recorded step: its calls, its batch, which lies in the buffers, and where it leaves the wanted rows: a place in
-    memory that others take, too, so that they have to be copied from there at once.
+    """A recorded step: its calls, its batch, which lies in the buffers, and where it leaves the wanted rows: in memory
+    that others take, too, so that they have to be copied from there at once.
     """
 
     calls: ctypes.Array[Call]
     kept: list[Any]
     batch: Batch
-    place: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def rows(self) -> Tensor:
-        rows = torch.empty(self.shape, dtype=self.dtype)
-        ctypes.memmove(rows.data_ptr(), self.place, rows.nbytes)
-        return rows
+    rows: Tensor
 
 
 class ReplayStep:
@@ -85,7 +78,7 @@ class ReplayStep:
             return self.step(batch, sampling)
         self._fill(program.batch, batch)
         self.kernels.replay(program.calls)
-        rows = program.rows()
+        rows = program.rows.clone()
         if sampling is None:
             return StepOutput(rows)
         return StepOutput(rows, self.step.sample(rows[: len(sampling.temperature)], sampling))
@@ -101,8 +94,7 @@ class ReplayStep:
             self._say(error)
             return None
         calls, kept = recorder.program()
-        assert rows.is_contiguous()
-        return Program(calls, kept, mine, rows.data_ptr(), rows.shape, rows.dtype)
+        return Program(calls, kept, mine, unheld(rows))
 
     def _script(self, batch: Batch) -> Script | None:
         """What is run for groups of texts; None where they cannot be recorded, or wanted rows are not one a text."""
@@ -155,6 +147,13 @@ class ReplayStep:
             mine.slots.copy_(batch.slots)
             mine.seq_lens_device.copy_(batch.seq_lens_device)
             mine.block_tables[:, : batch.block_tables.shape[1]].copy_(batch.block_tables)
+
+
+def unheld(rows: Tensor) -> Tensor:
+    """The same memory, which its arena gives to others none the less when `rows` are gone."""
+    assert rows.is_contiguous()
+    place = (ctypes.c_char * rows.nbytes).from_address(rows.data_ptr())
+    return torch.frombuffer(place, dtype=rows.dtype).view(rows.shape)
 
 
 def one_each(batch: Batch) -> bool:

@@ -89,6 +89,21 @@ def test_a_row_never_feels_its_company(kernels: Kernels) -> None:
                 assert torch.equal(alone, together[first : first + rows]), f"{name(weight)}, {rows} rows"
 
 
+def test_threads_change_no_bit(kernels: Kernels) -> None:
+    """However many round rows and take panels, in tasks that do not come out even."""
+    x = normal(1, 70, 576)
+    weight = int8_weight((1160, 576), 32, torch.bfloat16, torch.Generator().manual_seed(0))
+    matrix = quantised.pack(kernels, weight)
+    for rows in (1, 16, 31, 57, 70):
+        kernels.set_threads(1)
+        alone = quantised.linear(kernels, x[:rows], matrix, None)
+        for threads in (2, 3, 5):
+            kernels.set_threads(threads)
+            for _ in range(3):
+                assert torch.equal(quantised.linear(kernels, x[:rows], matrix, None), alone), f"{rows}, {threads}"
+    kernels.set_threads(2)
+
+
 def test_blocks_of_rows_and_slices_of_panels_change_nothing(kernels: Kernels) -> None:
     """More rows than a task has, more inputs than the first cache holds, more panels than one after the other."""
     x, generator = normal(0, 270, 1100), torch.Generator().manual_seed(0)

@@ -20,6 +20,7 @@ from anycore.errors import ConfigError
 from anycore_cpu.kernels import build, quantised
 from anycore_cpu.kernels.attention import DTYPES, Arguments, KernelPlan, address, arguments, expect
 from anycore_cpu.kernels.recording import Arena, Call, OnlyKernels, Recorder
+from anycore_cpu.kernels.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class Kernels:
         if self._library.anycore_prepare() != 0:
             raise build.NoKernels(f"the operating system does not let this process use level {level}")
         self.level = level
+        self.shelf = Shelf()
         self._arena = Arena()
         self.set_threads(threads)
 
@@ -105,7 +107,8 @@ class Kernels:
         wide = is_wide(weight.dtype)
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        data = torch.empty(self._library.anycore_packed_size(outputs, inputs, wide), dtype=weight.dtype)
+        size = self._library.anycore_packed_size(outputs, inputs, wide)
+        data = self.shelf.empty(size, weight.dtype) if wide else torch.empty(size, dtype=weight.dtype)
         self._library.anycore_pack(weight.data_ptr(), weight.stride(0), outputs, inputs, wide, data.data_ptr())
         return PackedMatrix(data, outputs, inputs)
 

@@ -135,16 +135,20 @@ void multiply_all(const Panel& panel, const RoundedRows& rounded, long first, lo
                 multiply_some<BITS, decltype(asked)::value>(panel, rounded, first + r, rows, group, last, ahead, out,
                                                             choices);
             };
-            const bool alone = blocks <= QUARTERS;  // too few blocks to share it
-            const long asking = block - (passing.cold ? 1 : 0);
+            const long asking = block - (passing.cold ? 1 : 0), sharing = blocks - (passing.cold ? 1 : 0);
+            const auto ask_next = [&](auto asked, long quarter) { multiply(asked, passing.next + quarter * QUARTER); };
             if (asking < 0)
                 multiply(std::integral_constant<int, QUARTERS>(), AHEAD);
-            else if (passing.next && alone && asking == 0)
-                multiply(std::integral_constant<int, QUARTERS>(), passing.next);
-            else if (passing.next && !alone && asking < QUARTERS)
-                multiply(std::integral_constant<int, 1>(), passing.next + asking * QUARTER);
-            else
+            else if (!passing.next || asking >= QUARTERS)
                 multiply(std::integral_constant<int, 0>(), 0);
+            else if (sharing == 1)
+                ask_next(std::integral_constant<int, QUARTERS>(), 0);
+            else if (sharing == 2)
+                ask_next(std::integral_constant<int, 2>(), 2 * asking);
+            else if (sharing == 3 && asking == 0)
+                ask_next(std::integral_constant<int, 2>(), 0);
+            else
+                ask_next(std::integral_constant<int, 1>(), sharing == 3 ? asking + 1 : asking);
             if (last == panel.groups) finish(r, rows);
         }
     }
