@@ -305,10 +305,10 @@ def test_a13_messages_are_embedded_as_their_chat_template_writes_them(
             ("chat_template_kwargs.messages", {"chat_template_kwargs": {"messages": []}}),
         ):
             error_of(client.post("/v1/embeddings", json={**chat, **more}), 400, field)
-        error_of(
-            client.post("/v1/embeddings", json={"model": "chat", "input": "a", "chat_template_kwargs": {}}),
-            400,
-            "chat_template_kwargs",
-        )
+        text = {"model": "chat", "input": "a"}
+        for name, value in {"chat_template_kwargs": {"style": "x"}, "add_special_tokens": False}.items():
+            error_of(client.post("/v1/embeddings", json={**text, name: value}), 400, name)
+        usual = {"add_special_tokens": True, "add_generation_prompt": False, "chat_template": None}
+        ok(client.post("/v1/embeddings", json={**text, **usual}))  # as vLLM's clients write them
     error_of(api.post("/v1/embeddings", json={**chat, "model": "bert"}), 400, "messages")
     error_of(api.post("/v1/embeddings", json={"model": "bert"}), 400, "input", "missing_required_parameter")

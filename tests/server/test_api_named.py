@@ -33,6 +33,10 @@ OTHER_NAMES = [
     ("/v1/responses", "max_completion_tokens", 2, "max_output_tokens"),
     ("/v1/messages", "stop", ["a"], "stop_sequences"),
     ("/v1/embeddings", "output_dimension", 8, "dimensions"),
+    ("/v1/embeddings", "normalize_embeddings", False, "normalize"),
+    ("/v1/embeddings", "task", "retrieval.query", "prompt_name"),
+    ("/v1/embeddings", "truncation", True, "truncate"),
+    ("/v1/rerank", "instruct", "Find dogs", "instruction"),
     ("/v1/rerank", "top_k", 1, "top_n"),
     ("/v1/rerank", "return_text", True, "return_documents"),
 ]
@@ -48,6 +52,10 @@ OF_OTHERS = [
     ("/v1/embeddings", "embedding_types", ["int8"]),
     ("/v1/embeddings", "output_dtype", "binary"),
     ("/v1/embeddings", "stream", True),
+    ("/v1/embeddings", "instruction", "Find dogs"),
+    ("/v1/embeddings", "endianness", "big"),
+    ("/v1/rerank", "use_activation", False),
+    ("/v1/rerank", "max_tokens_per_query", 8),
     ("/v1/rerank", "rank_fields", ["title"]),
     ("/v1/score", "stream", True),
 ]

@@ -60,9 +60,14 @@ async def embeddings(request: Request, body: EmbeddingBody, state: State, caller
     return json_response(reply)
 
 
-OF_CHAT = (
-    "add_generation_prompt", "continue_final_message", "add_special_tokens", "chat_template", "chat_template_kwargs"
-)  # fmt: skip
+OF_CHAT: dict[str, Any] = {
+    "add_generation_prompt": False,
+    "continue_final_message": False,
+    "add_special_tokens": True,
+    "chat_template": None,
+    "chat_template_kwargs": {},
+}
+"""What shapes the text of messages, and the values that say of other inputs what becomes of them anyway."""
 
 
 def texts_of(body: EmbeddingBody) -> list[str | list[int]]:
@@ -71,8 +76,8 @@ def texts_of(body: EmbeddingBody) -> list[str | list[int]]:
     Raises:
         BadRequest: there are none, or a field says how messages are to be put into words.
     """
-    for name in OF_CHAT:
-        if name in body.model_fields_set:
+    for name, as_usual in OF_CHAT.items():
+        if name in body.model_fields_set and getattr(body, name) != as_usual:
             raise BadRequest(f"{name} goes with messages, not with input", param=name)
     if body.input is None:
         raise BadRequest("send either input or messages", param="input", code="missing_required_parameter")

@@ -21,6 +21,13 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "output_dimension": ("dimensions",),
     "truncate_dim": ("dimensions",),
     "dimensions": ("output_dimension",),
+    "normalized": ("normalize",),
+    "normalize_embeddings": ("normalize",),
+    "embd_normalize": ("normalize",),
+    "embedding_type": ("encoding_format",),
+    "task": ("prompt_name",),
+    "instruct": ("instruction",),
+    "truncation": ("truncate",),
     "top_k": ("top_n",),
     "return_text": ("return_documents",),
 }

@@ -73,6 +73,12 @@ OF_OTHERS: dict[str, tuple[Any, ...]] = {
     "embedding_types": (["float"],),
     "output_dtype": ("float",),
     "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "instruction": (),
+    "use_activation": (True,),
+    "activation": (True,),
+    "max_tokens_per_query": (0,),
+    "late_chunking": (False,),
     "rank_fields": (["text"],),
 }
 """The same, of fields that change an answer on other routes: where tokens are only counted, they may be there."""
