@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import random
 import weakref
 from typing import Any
@@ -66,7 +67,7 @@ def test_tiny_matrices_and_other_types_stay_where_torch_puts_them(small: Shelf) 
 
 
 def test_a_system_without_such_pages_has_others(small: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf.mmap, "MADV_HUGEPAGE", 12345)
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
     assert bool((small.empty(1000, torch.float32).fill_(3) == 3).all())
-    monkeypatch.delattr(shelf.mmap, "MADV_HUGEPAGE")
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert bool((small.empty(1000, torch.float32).fill_(3) == 3).all())
