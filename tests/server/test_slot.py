@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -150,6 +151,38 @@ def test_a_reload_switches_without_dropping_a_request(shared: Live, tmp_path_fac
         assert live.get("/v1/models/lm").json()["checkpoint"] == str(other)
         live.wait(lambda: len(live.engines()) == 1, 5)
         assert first not in live.engines()
+
+
+def test_a_reload_reads_the_small_files_anew(t_lm: Path, tmp_path: Path) -> None:
+    """A folder that was synchronised brings its template and its sampling defaults along with its weights."""
+    folder = tmp_path / "model"
+    shutil.copytree(t_lm, folder)
+    model = ModelConfig(model=str(folder), served_model_name=("lm",), backend="cpu", kv_cache_memory=8 << 20)
+    asked = {"model": "lm", "messages": [{"role": "user", "content": "Hi"}]}
+    with serve_here(model) as live:
+
+        def seen() -> tuple[Any, Any]:
+            tokens = live.post("/tokenize", asked).json()["tokens"]
+            return tokens, live.get("/v1/models/lm").json()["sampling_defaults"]
+
+        def renderer() -> Any:
+            assert live.server is not None
+            return live.server.served[0].renderer
+
+        before, first = seen(), renderer()
+        assert live.post("/v1/models/lm/reload").status_code == 200
+        assert renderer() is first  # nothing has changed
+        (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+        (folder / "generation_config.json").write_text('{"temperature": 0.25}')
+        assert seen() == before
+        assert live.post("/v1/models/lm/reload").status_code == 200
+        tokens, defaults = seen()
+        assert tokens == renderer().tokenizer.encode("Hi!", add_special_tokens=False)
+        assert defaults["temperature"] == 0.25
+        (folder / "chat_template.jinja").unlink()
+        (folder / "tokenizer.json").write_text("{")
+        assert live.post("/v1/models/lm/reload").status_code >= 400
+        assert seen() == (tokens, defaults)
 
 
 def test_a_reload_that_fails_keeps_what_is_served(shared: Live, tmp_path: Path) -> None:

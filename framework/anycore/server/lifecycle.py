@@ -25,7 +25,7 @@ from anycore.server.phases import Phase
 from anycore.server.port import BACKLOG
 from anycore.server.replicas import Replicas, parts_of
 from anycore.server.slot import Engine, Slot
-from anycore.server.state import Reading, ServedModel, ServerState, read
+from anycore.server.state import Reading, ServedModel, ServerState, Stamp, read, stamp_of
 from anycore.server.tally import Tally
 from anycore.server.tls import Certificate
 from anycore.server.turns import check_tools
@@ -73,7 +73,7 @@ class Server:
             for slot in self.slots
             for engine, status in enumerate(slot.statuses)
         ]
-        self._readings: dict[int, tuple[wire.Planned, asyncio.Task[Reading]]] = {}  # by model: the last one begun
+        self._readings: dict[int, tuple[Stamp, asyncio.Task[Reading]]] = {}  # by model: the last one begun
         self.served = [ServedModel(slot) for slot in self.slots]
         self.app = create_app(config, self.served, guard=guard, metrics=self.metrics)
         self.state: ServerState = self.app.state.anycore
@@ -223,22 +223,23 @@ class Server:
         log.info("ready: %s", ", ".join(name for model in self.served for name in model.names))
 
     async def _read(self, number: int, slot: Slot, plan: wire.Planned) -> Callable[[], None]:
-        """Read tokenizer and templates of a model while its engine loads; put them into use when told.
+        """Read tokenizer and templates of a model while its engine loads; put them into use when told. What has not
+        changed since is not read again.
 
         Replicas that load at the same time share one reading.
         """
-        served = self.served[number]
-        if served.plan == plan:
+        served, stamp = self.served[number], stamp_of(slot.config, plan)
+        if served.stamp == stamp:
             return lambda: None
         assert self.state.plugins is not None
         begun = self._readings.get(number)
-        if begun is None or begun[0] != plan or begun[1].done():
+        if begun is None or begun[0] != stamp or begun[1].done():
             work = aside(read, slot.config, plan, self.state.plugins, self.config.allow_request_template)
-            begun = self._readings[number] = plan, asyncio.ensure_future(work)
+            begun = self._readings[number] = stamp, asyncio.ensure_future(work)
         reading = await asyncio.shield(begun[1])
 
         def adopt() -> None:
-            served.reading, served.plan = reading, plan
+            served.reading, served.stamp = reading, stamp
 
         return adopt
 

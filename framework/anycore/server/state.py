@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from anycore.server.auth import Guard
 from anycore.server.metrics import Metrics
 from anycore.server.phases import BEHIND, Phase
 from anycore.server.slot import Slot
+from anycore.text.kept import WEIGHTS
 
 if TYPE_CHECKING:
     from anycore.models.spec import ModelSpec
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from anycore.text.render import Renderer
     from anycore.text.replies.form import Formats
 
+Stamp = tuple[wire.Planned, tuple[tuple[str, int, int], ...]]
 MAX_NAME = 256  # characters of a model name in a request
 
 
@@ -50,6 +54,23 @@ def read(config: ModelConfig, plan: wire.Planned, plugins: Plugins, request_temp
     """
     source = Source(plan.source, Path(plan.folder), Path(plan.gguf) if plan.gguf else None)
     return reading_of(config, source, plan.card["max_model_len"], plugins, request_templates)
+
+
+def stamp_of(config: ModelConfig, plan: wire.Planned) -> Stamp:
+    """Say what a reading is of, without reading it: the model as planned, and when its small files last changed."""
+    folder = Path(plan.folder)
+    if plan.gguf is not None:
+        paths = [Path(plan.gguf)]
+    else:
+        paths = sorted(p for p in chain(folder.glob("*"), folder.glob("*/*")) if not p.name.endswith(WEIGHTS))
+    if config.chat_template is not None:
+        paths.append(Path(config.chat_template).expanduser())
+    found = []
+    for path in paths:
+        with suppress(OSError):  # it is gone, and what reads it will say so
+            stat = path.stat()
+            found.append((str(path), stat.st_mtime_ns, stat.st_size))
+    return plan, tuple(found)
 
 
 def reading_of(
@@ -76,7 +97,7 @@ class ServedModel:
 
     slot: Slot
     reading: Reading | None = None
-    plan: wire.Planned | None = None  # that it was read for
+    stamp: Stamp | None = None  # of what was read
 
     @property
     def names(self) -> tuple[str, ...]:
