@@ -22,18 +22,16 @@ from anycore_cuda.kernels.quantised_rows import Fixed
 @triton.jit
 def _pairs(
     scale_ptr, row, start, known, VECTORS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, TURN: tl.constexpr, HALVES: tl.constexpr,
+    GROUPS: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    # Scales and offsets, in turn, of the groups that a turn's vectors are of: one, or one for either half of the words.
-    at = tl.arange(0, TURN * 2 * HALVES)
-    vector = start + at // (2 * HALVES)
-    column = vector * 4 // WIDTH * (8 * WIDTH) + at // 2 % HALVES * 4 * WIDTH
+    # Scales and offsets, in turn, of the four planes that either half of the words of a turn's vectors is of.
+    at = tl.arange(0, TURN * 4)
+    vector = start + at // 4
+    column = vector * 4 // WIDTH * (8 * WIDTH) + at // 2 % 2 * 4 * WIDTH
     group = tl.minimum(column // GROUP, GROUPS - 1)
     inside = known[:, None] & (vector < VECTORS)[None, :]
     place = row[:, None] * (GROUPS * 2) + (group * 2 + at % 2)[None, :]
-    if HALVES == 1:  # neighbours, which the compiler does not see
-        place = tl.max_contiguous(tl.multiple_of(place, [1, 2]), [1, 2])
-    elif GROUP == 4 * WIDTH and GROUPS % 2 == 0:  # and so are both halves' groups
+    if GROUP == 4 * WIDTH and GROUPS % 2 == 0:  # both halves' groups are neighbours, which the compiler does not see
         place = tl.max_contiguous(tl.multiple_of(place, [1, 4]), [1, 4])
     return tl.load(scale_ptr + place, mask=inside, other=0.0)
 
@@ -57,20 +55,16 @@ def _bytes(x_at, turn, WORDS: tl.constexpr, TURN: tl.constexpr):
 
 
 @triton.jit
-def _sums(
-    a, b, c, d, x_at, turn, MASK: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr
+def _half(
+    acc, a, b, c, d, scale, offset, x_at, turn, unit, total,
+    MASK: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    # The products of one half of a turn's words.
+    # The sums, and the products of one half of a turn's words, under their scales and offsets.
     a, b, c, d = a & MASK, b & MASK, c & MASK, d & MASK
     e, f, g, h, i, j, k, m = _bytes(x_at, turn, WORDS, TURN)
     sums = tl.zeros([ROWS, TURN], tl.int32)
     sums = dot4(d, h, dot4(c, g, dot4(b, f, dot4(a, e, sums, False), False), False), False) * 256
-    return dot4(d, m, dot4(c, k, dot4(b, j, dot4(a, i, sums, False), False), False), False)
-
-
-@triton.jit
-def _add(acc, sums, scale, offset, unit, total):
-    # The sums, under their group's scale and offset.
+    sums = dot4(d, m, dot4(c, k, dot4(b, j, dot4(a, i, sums, False), False), False), False)
     acc += scale.to(tl.float32) * (sums.to(tl.float32) * unit[None, :])
     return acc - offset.to(tl.float32) * total[None, :]
 
@@ -79,16 +73,16 @@ def _add(acc, sums, scale, offset, unit, total):
 def _read(
     data_ptr, scale_ptr, rows, tile, turn,
     VECTORS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    TURN: tl.constexpr, HALVES: tl.constexpr, GATE: tl.constexpr,
+    TURN: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    # The words of one turn of a tile's rows, and their scales and offsets.
+    # The words of one turn of a tile's rows, and the scales and offsets of either half of them.
     row, known = rows_of(tile, rows, ROWS, GATE)
     # Two-dimensional and with whole runs in memory, then reshaped: threads keep four words each, neighbours in a row.
     at = turn * (TURN * 4) + tl.arange(0, TURN * 4)
     inside = known[:, None] & (at < VECTORS * 4)[None, :]
     # 32 bits are enough for the places: a matrix has fewer words than that.
     flat = tl.load(data_ptr + row[:, None] * (VECTORS * 4) + at[None, :], mask=inside, other=0)
-    return flat, _pairs(scale_ptr, row, turn * TURN, known, VECTORS, WIDTH, GROUP, GROUPS, TURN, HALVES)
+    return flat, _pairs(scale_ptr, row, turn * TURN, known, VECTORS, WIDTH, GROUP, GROUPS, TURN)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -100,45 +94,37 @@ def _nibble_matvec(
     let_next_start(EARLY)
     TURNS: tl.constexpr = (VECTORS + TURN - 1) // TURN
     WORDS: tl.constexpr = VECTORS * 4
-    HALVES: tl.constexpr = 1 if GROUPS == 1 or GROUP % (8 * WIDTH) == 0 else 2  # groups of a block's halves
-    low: tl.constexpr = 0x0F0F0F0F
-    high: tl.constexpr = -0x0F0F0F10
     vector = tl.arange(0, TURN)
     programs = tl.num_programs(0)
     tiles = (rows + ROWS - 1) // ROWS
     mine = (tiles - tl.program_id(0) + programs - 1) // programs
     # The weights of the next turn, of whichever tile, are always on their way: the first before the vector is there.
-    flat, pairs = _read(
-        data_ptr, scale_ptr, rows, tl.program_id(0), 0, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, HALVES, GATE
-    )
+    flat, pairs = _read(data_ptr, scale_ptr, rows, tl.program_id(0), 0, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, GATE)
     wait(EARLY)
 
     acc = tl.zeros([ROWS, TURN], tl.float32)
     for step in range(mine * TURNS):
         turn = step % TURNS
         a, b, c, d = _four(flat, ROWS, TURN)
-        if HALVES == 1:
-            scale, offset = tl.split(tl.reshape(pairs, [ROWS, TURN, 2]))
-        else:
-            scales, offsets = tl.split(tl.reshape(pairs, [ROWS, TURN, 2, 2]))
-            scale, scale_second = tl.split(scales)
-            offset, offset_second = tl.split(offsets)
+        scale, offset = tl.split(tl.reshape(pairs, [ROWS, TURN, 2, 2]))
+        scale_first, scale_second = tl.split(scale)
+        offset_first, offset_second = tl.split(offset)
         tile = tl.program_id(0) + (step + 1) // TURNS * programs
         flat, pairs = _read(
-            data_ptr, scale_ptr, rows, tile, (step + 1) % TURNS, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, HALVES, GATE
+            data_ptr, scale_ptr, rows, tile, (step + 1) % TURNS, VECTORS, WIDTH, GROUP, GROUPS, ROWS, TURN, GATE
         )
         here = turn * TURN + vector
         x_unit = tl.load(unit_ptr + here // 8, mask=here < VECTORS, other=0.0)
-        total = tl.load(sum_ptr + here, mask=here < VECTORS, other=0.0)
-        total_second = tl.load(sum_ptr + VECTORS + here, mask=here < VECTORS, other=0.0)
+        sum_first = tl.load(sum_ptr + here, mask=here < VECTORS, other=0.0)
+        sum_second = tl.load(sum_ptr + VECTORS + here, mask=here < VECTORS, other=0.0)
         # The second half's numbers are left where they are in a byte, and so 16 times as large.
-        first = _sums(a, b, c, d, x_ptr, turn, low, WORDS, ROWS, TURN)
-        second = _sums(a, b, c, d, x_ptr + WORDS, turn, high, WORDS, ROWS, TURN)
-        if HALVES == 1:  # below 2**28 in all
-            acc = _add(acc, first * 16 + second, scale, offset, x_unit / 16, total + total_second)
-        else:
-            acc = _add(acc, first, scale, offset, x_unit, total)
-            acc = _add(acc, second, scale_second, offset_second, x_unit / 16, total_second)
+        low: tl.constexpr = 0x0F0F0F0F
+        high: tl.constexpr = -0x0F0F0F10
+        acc = _half(acc, a, b, c, d, scale_first, offset_first, x_ptr, turn, x_unit, sum_first, low, WORDS, ROWS, TURN)
+        acc = _half(
+            acc, a, b, c, d, scale_second, offset_second, x_ptr + WORDS, turn, x_unit / 16, sum_second, high,
+            WORDS, ROWS, TURN,
+        )  # fmt: skip
         if turn == TURNS - 1:
             done = tl.program_id(0) + step // TURNS * programs
             store_row(tl.sum(acc, axis=1) * unit, done, bias_ptr, out_ptr, rows, ROWS, BIAS, GATE)
