@@ -74,24 +74,16 @@ class BatchBuilder:
         chunked = [chunk.request for chunk in step.chunks]
         lens = extended(np.ones(decodes, dtype=np.int64), [chunk.rows for chunk in step.chunks])
         starts = extended(step.positions, [chunk.start for chunk in step.chunks])
-        if self.kv is not None:
-            self._seats = extended(step.seats, [request.seat for request in chunked])
-            self._write_tables(step.decodes, starts[:decodes])
-            self.tables.write(chunked)
+        self._seats = extended(step.seats, [request.seat for request in chunked])
+        self._write_tables(step.decodes, starts[:decodes])
+        self.tables.write(chunked)
         ids, unseen, sampled = self._ids(step)
         ends = np.cumsum(lens)
         every = len(output_rows) == len(ids) and np.array_equal(output_rows, np.arange(len(ids)))
         self._starts, self._ends, self._lens, self._shared = starts, starts + lens, lens.tolist(), None
-        decodes_only = self.kv is not None and len(ids) == len(lens)
-        if self.desk is not None and every and decodes_only and not self.spec.token_type_count:
+        if self.desk is not None and every and len(ids) == len(lens):
             return self._lay_new(self.desk, ids, unseen, sampled)
         arrays = [ids, np.array([] if every else output_rows, dtype=np.int64), unseen, sampled]
-        if self.spec.token_type_count:
-            types = np.zeros(len(ids), dtype=np.int64)
-            for chunk, end in zip(step.chunks, ends.tolist(), strict=True):
-                if chunk.request.new.token_types:
-                    types[end - chunk.rows : end] = chunk.request.new.token_types
-            arrays.append(types)
         owner = np.repeat(np.arange(len(lens)), lens)
         positions = np.arange(ends[-1]) + (starts - (ends - lens))[owner]
 
@@ -103,8 +95,6 @@ class BatchBuilder:
             if len(unseen):
                 assert self._samples is not None
                 batch.input_ids.index_copy_(0, sent[2], self._samples.ids[sent[3]])
-            if self.spec.token_type_count:
-                batch.token_types = sent[4]
             return batch
 
         return send
@@ -240,15 +230,15 @@ class BatchBuilder:
         """Everything but the ids: the batch, and the further arrays on the device."""
         if self.desk is not None:
             self.desk.send()  # what sampling has laid there
+        columns = (int(self._ends.max()) - 1) // self.limits.block_size + 1
         arrays = [
             positions,
             self._ends.astype(np.int32),
             np.concatenate(([0], np.cumsum(lens))).astype(np.int32),
+            self.tables.first(self._seats, columns),
+            self.tables.slots(self._seats[owner], positions),
         ]
-        if self.kv is not None:
-            columns = (int(self._ends.max()) - 1) // self.limits.block_size + 1
-            arrays += [self.tables.first(self._seats, columns), self.tables.slots(self._seats[owner], positions)]
-        decodes = self.kv is not None and len(positions) == len(lens)
+        decodes = len(positions) == len(lens)
         if decodes and self._shared is None:  # the batch has changed
             self._shared = self.tables.shared(self._seats, int(self._starts.min()))
             self._order = None
@@ -261,14 +251,15 @@ class BatchBuilder:
             context_lens=self._starts.tolist(),
             output_rows=None,
             causal=self.spec.attention == "causal",
+            slots=sent[4],
+            block_tables=sent[3],
+            kv=self.kv,
+            block_size=self.limits.block_size,
         )
         batch.seq_lens_device, batch.query_starts_device = sent[1], sent[2]
-        if self.kv is not None:
-            batch.block_tables, batch.slots = sent[3], sent[4]
-            batch.kv, batch.block_size = self.kv, self.limits.block_size
-            if decodes and self._shared is not None:
-                self._order = sent[5] if self._order is None else self._order
-                batch.shared_tokens, batch.order = self._shared, self._order
+        if decodes and self._shared is not None:
+            self._order = sent[5] if self._order is None else self._order
+            batch.shared_tokens, batch.order = self._shared, self._order
         return batch, sent[len(arrays) :]
 
 
