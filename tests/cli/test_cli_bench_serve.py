@@ -95,6 +95,36 @@ def test_files_of_prompts(tmp_path: Path) -> None:
         replace(LOAD, file=path).bodies()
 
 
+def test_files_as_other_programs_write_them(tmp_path: Path) -> None:
+    """A UTF-8 mark, CRLF, empty lines, a line separator within a text, and conversations in which nothing is said."""
+    path = tmp_path / "prompts.jsonl"
+    lines = ['{"prompt": "a\u2028b\x85c"}', "", "  ", '{"prompt": "d"}', '{"conversations": []}', ""]
+    path.write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    assert [row.prompts for row in replace(LOAD, file=path).rows] == [("a\u2028b\x85c",), ("d",)]
+    path.write_text('[{"conversations": []}, {"conversations": [{"value": "e"}]}]', encoding="utf-8-sig")
+    assert [row.prompts for row in replace(LOAD, file=path).rows] == [("e",)]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "a"}\n\n{"prompt": \n', r"bad:3 is not JSON"),
+        (b'[{"prompt": "a"}', "begins as a list that is not JSON"),
+        ('{"prompt": "a"}'.encode("utf-16"), "is not UTF-8 .* save it as UTF-8"),
+        (b"7", r"bad:1 is neither"),
+        (b'{"prompt": {"a": 1}}', r"bad:1: prompt must be a text or a list of token ids"),
+        (b'{"prompt": "a", "max_tokens": 0}', r"bad:1: max_tokens must be .* at least 1, not 0"),
+        (b'{"prompt": "a", "at": NaN}', r"bad:1: at must be seconds, 0 or more, not nan"),
+        (b'{"timestamp": 0, "input_length": 3, "output_length": "7"}', r"bad:1: output_length must be"),
+    ],
+)
+def test_a_line_that_cannot_be_sent_is_told_by_its_number(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "bad"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        _ = replace(LOAD, file=path).rows
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -173,18 +173,14 @@ class Load:
     def rows(self) -> list[Row]:
         """The file: one JSON object a line, or ShareGPT's list of them.
 
-        An object has `prompt` (text or ids) and perhaps `max_tokens` and `at`; or ShareGPT's `conversations`; or a
-        trace's `timestamp` (milliseconds), `input_length`, `output_length` and `hash_ids`. Without `max_tokens` the
-        length is drawn as for random prompts: no tokenizer is here to count a reply.
+        An object has `prompt` (text or ids) and perhaps `max_tokens` and `at`; or ShareGPT's `conversations`, of which
+        empty ones are left out; or a trace's `timestamp` (milliseconds), `input_length`, `output_length` and
+        `hash_ids`. Without `max_tokens` the length is drawn as for random prompts: no tokenizer is here to count a
+        reply.
         """
         if self.file is None:
             return []
-        text = self.file.read_text(encoding="utf-8")
-        if text.lstrip().startswith("["):
-            found = [_row(entry, f"{self.file}[{place}]") for place, entry in enumerate(json.loads(text))]
-        else:
-            lines = enumerate(text.splitlines(), 1)
-            found = [_row(line, f"{self.file}:{number}") for number, line in lines if line.strip()]
+        found = [row for entry, where in _entries(self.file) if (row := _row(entry, where)) is not None]
         if not found:
             raise ConfigError(f"--workload {self.file} holds no prompts", param="workload")
         timed = sum(row.at is not None for row in found)
@@ -202,20 +198,65 @@ class Traced:
     blocks: tuple[int, ...]
 
 
-def _row(entry: Any, where: str) -> Row:
+def _entries(file: Path) -> Iterator[tuple[Any, str]]:
+    """The objects of a file, and where each stands. Only a newline ends a line: texts may hold other separators."""
     try:
-        row = json.loads(entry) if isinstance(entry, str) else entry
-        if "input_length" in row:
-            prompt = Traced(int(row["input_length"]), tuple(row.get("hash_ids", ())))
-            return Row((prompt,), int(row["output_length"]), row["timestamp"] / 1e3)
-        if "prompt" in row:
-            return Row((row["prompt"],), row.get("max_tokens"), row.get("at"))
-        said = row["conversations"]
+        text = file.read_text(encoding="utf-8-sig")  # such as Windows writes
+        if text.lstrip().startswith("["):
+            yield from ((entry, f"{file}[{place}]") for place, entry in enumerate(json.loads(text)))
+            return
+    except OSError as error:
+        raise ConfigError(f"--workload {file} cannot be read: {error.strerror}", param="workload") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--workload {file} is not UTF-8 (byte {error.start}): save it as UTF-8", param="workload"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"--workload {file} begins as a list that is not JSON: {error}", param="workload") from error
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield json.loads(line), f"{file}:{number}"
+            except ValueError as error:
+                raise ConfigError(f"{file}:{number} is not JSON: {error}", param="workload") from error
+
+
+def _row(entry: Any, where: str) -> Row | None:
+    """Read an object; None for a conversation in which nothing is said."""
+    try:
+        if "input_length" in entry:
+            prompt = Traced(int(entry["input_length"]), tuple(entry.get("hash_ids", ())))
+            return Row((prompt,), _count(entry, "output_length", where), entry["timestamp"] / 1e3)
+        most, at = _count(entry, "max_tokens", where), _seconds(entry, where)
+        if "prompt" in entry:
+            return Row((_prompt(entry["prompt"], where),), most, at)
+        said = entry["conversations"]
         mine = [turn["value"] for turn in said if turn.get("from", "human") in ("human", "user")]
-        return Row(tuple(mine or [said[0]["value"]]), row.get("max_tokens"), row.get("at"))
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        return Row(tuple(mine or [said[0]["value"]]), most, at) if said else None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f'{where} is neither {{"prompt": ..., "max_tokens": ...}} nor {{"conversations": [{{"value": ...}}]}} nor '
             '{"timestamp": ..., "input_length": ..., "output_length": ...}',
             param="workload",
         ) from error
+
+
+def _prompt(value: Any, where: str) -> str | list[int]:
+    if isinstance(value, str) or (isinstance(value, list) and value and all(type(token) is int for token in value)):
+        return value
+    raise ConfigError(f"{where}: prompt must be a text or a list of token ids", param="workload")
+
+
+def _count(entry: dict[str, Any], name: str, where: str) -> int | None:
+    """Tokens to generate, None where an object does not say."""
+    value = entry.get(name)
+    if value is None or (type(value) is int and value > 0):
+        return value
+    raise ConfigError(f"{where}: {name} must be a whole number of at least 1, not {value!r}", param="workload")
+
+
+def _seconds(entry: dict[str, Any], where: str) -> float | None:
+    value = entry.get("at")
+    if value is None or (type(value) in (int, float) and 0 <= value < math.inf):
+        return value
+    raise ConfigError(f"{where}: at must be seconds, 0 or more, not {value!r}", param="workload")
