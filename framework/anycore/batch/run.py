@@ -21,7 +21,8 @@ from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import ConfigError
 from anycore.server.auth import Guard
 from anycore.server.bridge import EngineClient
-from anycore.server.run import check_names, private_directory
+from anycore.server.beforehand import check_names
+from anycore.server.run import private_directory
 
 if TYPE_CHECKING:
     from anycore.server.lifecycle import Server
