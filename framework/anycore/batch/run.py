@@ -20,8 +20,8 @@ from anycore.batch.lines import ENVELOPE, Asked, BadLine, Index, index, name_of,
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import ConfigError
 from anycore.server.auth import Guard
-from anycore.server.bridge import EngineClient
 from anycore.server.beforehand import check_names
+from anycore.server.bridge import EngineClient
 from anycore.server.run import private_directory
 
 if TYPE_CHECKING:
