@@ -96,6 +96,8 @@ def test_what_does_not_fit_exits_with_3_and_all_advice_fits(capsys: pytest.Captu
         ["--device", "cpu", "--device-memory", "8GiB"],
         ["--device", "4090", "--memory-utilization", "0.5"],
         ["--device", "4090", "--kv-cache-memory", "40GiB"],
+        ["--device", "h200", "--kv-cache-memory", "1000"],
+        ["--device", "h200", "--kv-cache-memory", "1GiB", "--concurrency", "4", "--context", "8192"],
         ["--device", "4090", "--max-num-batched-tokens", "131072"],
     ],
 )

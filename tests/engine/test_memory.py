@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from engine.example import GIB, QWEN, WISH
 from engines import LOADED, engine
 
+from anycore.cli.flags import parse_quantity
 from anycore.config import ModelConfig
 from anycore.engine.launch import prepare
 from anycore.engine.memory import Room, plan, size
@@ -48,7 +50,7 @@ def test_m01_refused_before_weights_are_touched(t_lm: Path, tmp_path: Path) -> N
 
 def test_m01_no_length_is_feasible(t_lm: Path) -> None:
     """A maximum of 0 would be refused, too."""
-    with pytest.raises(DoesNotFit, match="no length fits: raise"):
+    with pytest.raises(DoesNotFit, match=r"no length fits: raise --kv-cache-memory$"):
         engine(t_lm, kv_cache_memory=10)
 
 
@@ -73,6 +75,39 @@ def test_m02_a_default_share_gives_way_to_what_is_free() -> None:
     made = plan(QWEN, WISH, Room("cpu", 100 * GIB, 25 * GIB))
     assert made.used <= 25 * GIB
     assert made.budget < 25 * GIB
+
+
+@pytest.mark.parametrize("free", [25.9 * GIB, 85.6 * GIB])
+def test_m02_the_share_that_a_refusal_names_starts(free: float) -> None:
+    room = Room("fake", 100 * GIB, int(free))
+    with pytest.raises(DoesNotFit, match="lower it to at most") as caught:
+        plan(QWEN, replace(WISH, utilization_asked=True), room)
+    named = re.search(r"at most ([\d.]+),", caught.value.message)
+    assert named is not None
+    plan(QWEN, replace(WISH, utilization=float(named[1]), utilization_asked=True), room)
+
+
+@pytest.mark.parametrize("device", [10 * GIB, 6 * GIB + 12345, 5 * GIB + 678 * 2**20])
+def test_m01_the_cache_that_a_refusal_names_starts(device: int) -> None:
+    room = Room("fake", device)
+    with pytest.raises(DoesNotFit, match="lower --kv-cache-memory") as caught:
+        plan(QWEN, replace(WISH, kv_cache_memory=9 * GIB + 2**20), room)
+    named = re.search(r"at most (\w+)$", caught.value.message)
+    assert named is not None
+    plan(QWEN, replace(WISH, kv_cache_memory=parse_quantity(named[1])), room)
+
+
+def test_m01_no_cache_fits_beside_the_weights() -> None:
+    """The second could start with a smaller cache, but that would not hold the length that is asked for."""
+    for wish in (replace(WISH, kv_cache_memory=GIB), replace(WISH, kv_cache_memory=9 * GIB, max_model_len=40960)):
+        with pytest.raises(DoesNotFit, match="no --kv-cache-memory fits: lower --max-num-batched-tokens"):
+            plan(QWEN, wish, Room("fake", (3 if wish.max_model_len is None else 10) * GIB))
+
+
+def test_a_model_without_a_cache_is_not_told_of_one(t_bert: Path) -> None:
+    prepared = prepare(ModelConfig(model=str(t_bert), backend="cpu"), LOADED)
+    with pytest.raises(DoesNotFit, match=r"needed without a cache .* lower .*-tokens or --max-model-len"):
+        plan(prepared.spec, prepared.wish, Room("fake", 2**20))
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5])

@@ -177,6 +177,14 @@ def parse_quantity(text: str) -> int:
     return int(value)
 
 
+def quantity(text: str) -> int:
+    """`parse_quantity` for argparse, which keeps the words of its own kind of error alone."""
+    try:
+        return parse_quantity(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def numbers(kind: type[float] | type[int]) -> Any:
     """What reads numbers separated by commas."""
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from anycore import plugins
-from anycore.cli.flags import Parser, add_flags, parse_quantity
+from anycore.cli.flags import Parser, add_flags, quantity
 from anycore.cli.settings import expand, given
 from anycore.config import ModelConfig, flag
 from anycore.engine import planning
@@ -39,9 +39,9 @@ DEVICE = "a device by its name, such as h200, 4090, 910b or cpu, or the index of
 def add_arguments(parser: Parser) -> None:
     parser.add_argument("models", metavar="MODEL", nargs="+", help="as for serve; several share the device")
     parser.add_argument("--device", dest="on", metavar="NAME", help=DEVICE)
-    parser.add_argument("--device-memory", metavar="SIZE", type=parse_quantity, help="that it has, such as 80GiB")
+    parser.add_argument("--device-memory", metavar="SIZE", type=quantity, help="that it has, such as 80GiB")
     parser.add_argument("--concurrency", metavar="N", type=int, help="sequences that must fit at once, --context each")
-    parser.add_argument("--context", metavar="N", type=parse_quantity, help="tokens of each (as --max-model-len)")
+    parser.add_argument("--context", metavar="N", type=quantity, help="tokens of each (as --max-model-len)")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="how to print it (default: table)")
     add_flags(parser, "as for serve", ModelConfig, skip=[name for name in ModelConfig.__slots__ if name not in FLAGS])
 

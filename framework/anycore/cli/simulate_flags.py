@@ -9,7 +9,7 @@ from pathlib import Path
 
 from anycore.bench.latencies import LABELS
 from anycore.cli import plan
-from anycore.cli.flags import Parser, add_flags, numbers, parse_quantity
+from anycore.cli.flags import Parser, add_flags, numbers, quantity
 from anycore.config import ModelConfig
 from anycore.errors import ConfigError
 
@@ -23,13 +23,13 @@ def add(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help="as for serve; its weights are not fetched")
     group = parser.add_argument_group("device")
     group.add_argument("--step-times", metavar="FILE", help="what `anycore bench kernels MODEL --steps` printed there")
-    group.add_argument("--bandwidth", metavar="SIZE", type=parse_quantity,
+    group.add_argument("--bandwidth", metavar="SIZE", type=quantity,
                        help="bytes a second of the device's memory, such as 4800GB: with --flops, and without "
                        "--step-times, the least that steps can take, which is an estimate")  # fmt: skip
-    group.add_argument("--flops", metavar="N", type=parse_quantity, help="operations a second, such as 990t")
+    group.add_argument("--flops", metavar="N", type=quantity, help="operations a second, such as 990t")
     group.add_argument("--device", dest="on", metavar="NAME",
                        help=f"{plan.DEVICE} (default: that of the step times)")  # fmt: skip
-    group.add_argument("--device-memory", metavar="SIZE", type=parse_quantity, help="that it has, such as 80GiB")
+    group.add_argument("--device-memory", metavar="SIZE", type=quantity, help="that it has, such as 80GiB")
     group.add_argument("--replicas", dest="engines", type=numbers(int), default=[1], metavar="N[,N...]",
                        help="engines among which requests are divided (default: 1)")  # fmt: skip
     group.add_argument("--front-ms", type=float, default=0.0, metavar="MS",

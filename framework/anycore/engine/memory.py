@@ -121,7 +121,7 @@ def plan(spec: ModelSpec, wish: Wish, room: Room, block_bytes: int | None = None
     if not wish.paged:
         budget = _budget(wish, room)
         working = working_bytes(spec, wish, Limits(seqs, rows, longest, 0, 0))
-        _check_fixed(weights, working, budget, room)
+        _check_fixed(weights, working, budget, room, "without a cache", "--max-model-len")
         return MemoryPlan(budget, weights, working, 0, 0, 0, Limits(seqs, rows, longest, 0, 0))
 
     kv = kv_of(spec, wish)
@@ -129,7 +129,9 @@ def plan(spec: ModelSpec, wish: Wish, room: Room, block_bytes: int | None = None
     limits = Limits(seqs, max(rows, seqs), longest, wish.block_size, 0)
     pool = _Pool(spec, wish, weights, block, wish.kv_cache_memory or _budget(wish, room), limits)
     if wish.kv_cache_memory is None:
-        _check_fixed(weights, pool.working(wish.block_size, 1), pool.have, room)
+        _check_fixed(
+            weights, pool.working(wish.block_size, 1), pool.have, room, "before any KV cache", "--max-num-seqs"
+        )
     fits = pool.longest()
     if fits < longest and (wish.max_model_len is not None or fits < wish.block_size):
         raise _too_long(pool, kv, longest, fits, room)
@@ -137,7 +139,7 @@ def plan(spec: ModelSpec, wish: Wish, room: Room, block_bytes: int | None = None
     blocks = pool.blocks(longest)
     result = pool.plan(longest, blocks)
     if wish.kv_cache_memory is not None:
-        _check_given(result, wish, room)
+        _check_given(pool, result, wish, room)
     return result
 
 
@@ -225,6 +227,12 @@ class _Pool:
         room = self.room(longest)
         return room if self.wish.kv_cache_memory is not None else min(room, useful)
 
+    def given(self, cache: int) -> MemoryPlan:
+        """The plan of a cache of another size, and of the longest sequence that it holds, 0 if it holds none."""
+        other = replace(self, have=cache)
+        longest = other.longest()
+        return other.plan(longest, other.blocks(longest))
+
     def plan(self, longest: int, blocks: int) -> MemoryPlan:
         limits = replace(self.limits, max_model_len=longest, blocks=blocks + 1)
         token = kv_of(self.spec, self.wish).bytes_per_token
@@ -290,33 +298,37 @@ def _budget(wish: Wish, room: Room) -> int:
     raise DoesNotFit(
         f"--memory-utilization {wish.utilization:g} of {size(room.total)} is {size(budget)}, "
         f"but only {size(room.free)} of {room.device} memory are free: "
-        f"lower it to at most {room.free / room.total:.2f}, free memory, or set --kv-cache-memory",
+        f"lower it to at most {int(100 * (room.free + wish.runtime) / room.total) / 100:.2f}, free memory, or set "
+        "--kv-cache-memory",
         param="memory_utilization",
     )
 
 
-def _check_fixed(weights: int, working: Working, budget: int, room: Room) -> None:
+def _check_fixed(weights: int, working: Working, budget: int, room: Room, when: str, other: str) -> None:
     need = weights + working.total
     if need > budget:
         raise DoesNotFit(
-            f"{size(need)} are needed before any KV cache ({size(weights)} weights, "
+            f"{size(need)} are needed {when} ({size(weights)} weights, "
             f"{size(working.total - working.margin)} working memory, {size(working.margin)} margin), {size(budget)} of "
             f"{room.device} memory are allowed: raise --memory-utilization, or lower --max-num-batched-tokens or "
-            "--max-num-seqs",
+            f"{other}",
             param="memory_utilization",
         )
 
 
-def _check_given(made: MemoryPlan, wish: Wish, room: Room) -> None:
+def _check_given(pool: _Pool, made: MemoryPlan, wish: Wish, room: Room) -> None:
     """A cache whose size the user gave is held against the device, not against a share of it."""
-    assert wish.kv_cache_memory is not None
     have = room.total if room.free is None else room.free + wish.runtime
     if made.used > have:
+        most = largest(pool.have >> 20, lambda mib: pool.given(mib << 20).used <= have)
+        held = pool.given(most << 20).limits.max_model_len
+        change = f"lower --kv-cache-memory to at most {most}MiB"
+        if held < (wish.max_model_len or wish.block_size):
+            change = "no --kv-cache-memory fits: lower --max-num-batched-tokens or --max-num-seqs"
         raise DoesNotFit(
             f"{size(made.used)} are needed ({size(made.weights)} weights, {size(made.kv)} KV cache, "
             f"{size(made.working.total)} working memory), {room.device} has {size(have)} "
-            f"{'in all' if room.free is None else 'free'}: "
-            f"lower --kv-cache-memory to at most {size(max(0, wish.kv_cache_memory + have - made.used))}",
+            f"{'in all' if room.free is None else 'free'}: {change}",
             param="kv_cache_memory",
         )
 
@@ -327,7 +339,7 @@ def _too_long(pool: _Pool, kv: KVSpec, longest: int, fits: int, room: Room) -> D
     return DoesNotFit(
         f"one sequence of {longest} tokens needs {size(longest * kv.bytes_per_token)} of KV cache "
         f"({kv.bytes_per_token} bytes a token), {size(_left(pool, longest))} are there on {room.device}: "
-        f"{best} raise --memory-utilization or --kv-cache-memory",
+        f"{best} raise {'--memory-utilization' if pool.wish.kv_cache_memory is None else '--kv-cache-memory'}",
         param="max_model_len",
     )
 

@@ -29,6 +29,8 @@ PROFILES = {"latency": (8, 0.25), "balanced": (None, 1.0), "throughput": (1024, 
 MOST_SEQS = 4096
 FULL_SHARE = 0.97
 """More of a device is never advised: the runtime's own and rounding need the rest."""
+LARGEST_CACHE = 2**40
+"""Where the search for a cache that is large enough ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +304,9 @@ def _changes(asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"--memory-utilization {hundredths / 100:g}", {"memory_utilization": hundredths / 100}
     else:
         mib = largest(config.kv_cache_memory >> 20, lambda n: n == 0 or _ok(asked, kv_cache_memory=n << 20))
-        if mib:
+        if not mib:  # it is too small, not too large
+            mib = largest(LARGEST_CACHE >> 20, lambda n: n == 0 or _too_small(asked, n << 20)) + 1
+        if _ok(asked, kv_cache_memory=mib << 20):
             yield f"--kv-cache-memory {mib}MiB", {"kv_cache_memory": mib << 20}
     if config.max_model_len is not None:
         step = 256
@@ -330,6 +334,15 @@ def _ok(asked: Asked, **changes: Any) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def _too_small(asked: Asked, cache: int) -> bool:
+    """Whether a cache of so many bytes does not hold what it should, rather than more than the device has."""
+    try:
+        asked.fit(kv_cache_memory=cache)
+    except DoesNotFit as error:
+        return error.param != "kv_cache_memory"
+    return False
 
 
 def _word(asked: Asked, short: str, name: str) -> str:
@@ -366,7 +379,7 @@ def share(models: Sequence[Asked]) -> list[Asked]:
         parts = ", ".join(f"{a.config.model} {part:.3f}" for a, part in zip(models, least, strict=True))
         raise DoesNotFit(
             f"together these models need {sum(least):.3f} of {firsts[0].choice.device.name}, {whole:g} is to be had: "
-            f"{parts}",
+            f"{parts}. Serve fewer of them, or lower --max-num-batched-tokens",
             param="memory_utilization",
         )
     paged = [made.wish.paged for made in firsts]
