@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server.harness import Live, serve_here
 
 from anycore.config import ModelConfig
+from anycore.engine.request import STEP_TOKENS, Stats
 from anycore.server.metrics import MEMORY, Metrics
 from anycore.server.series import TABLE, samples
 
@@ -203,6 +205,25 @@ def test_what_vllm_calls_a_full_queue_is_said_in_its_word() -> None:
     metrics = Metrics("vllm")
     metrics.counted("admission_rejections").labels("m", "0", "generate", "cpu", "queue_full").inc()
     assert b'reason="max_num_queued_reqs"' in metrics.render()
+
+
+def test_o14_counters_go_on_where_those_of_the_engine_before_ended() -> None:
+    """After a restart, a reload or a rest; the one before may still finish what it has. The cache is the new one's."""
+    metrics = Metrics()
+    model = metrics.observer("lm")
+    engines = [Stats(running=2, output_tokens=5, op_fallbacks={"a": 1}), Stats(running=1, output_tokens=7), Stats()]
+    engines[1].step_tokens.add(3, STEP_TOKENS)
+    card: dict[str, Any] = {"tasks": ["generate"], "backend": "cpu", "block_size": 16}
+    for number, (stats, tokens) in enumerate(zip(engines, (5, 12, 14), strict=True)):
+        model.begin(card | {"num_blocks": number}, lambda stats=stats: stats)  # type: ignore[misc]
+        engines[1].output_tokens += 2 if number == 2 else 0
+        page = metrics.render().decode()
+        assert value(page, "anycore:generation_tokens_total", "lm") == tokens
+        assert value(page, "anycore:num_requests_running", "lm") == stats.running
+        assert value(page, "anycore:op_fallback_total", "lm", op="a") == 1
+        assert value(page, "anycore:cache_config_info", "lm") == 1
+        assert value(page, "anycore:cache_config_info", "lm", num_blocks=str(number)) == 1
+    assert value(page, "anycore:iteration_tokens_total_sum", "lm") == 3
 
 
 def test_restarts_are_counted_by_reason() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -266,6 +267,10 @@ class Distribution(msgspec.Struct):
         self.counts[bisect_left(bounds, value)] += 1
         self.total += value
 
+    def __add__(self, other: Distribution) -> Distribution:
+        """Both together; they must be over the same bounds."""
+        return Distribution([a + b for a, b in zip(self.counts, other.counts, strict=True)], self.total + other.total)
+
 
 def by_bounds(bounds: Sequence[int]) -> Any:
     """Declare a field that holds an empty distribution over `bounds`."""
@@ -292,6 +297,15 @@ class Stats(msgspec.Struct, kw_only=True):
     finished: int = 0
     failed: int = 0
     op_fallbacks: dict[str, int] = {}
+
+    def after(self, before: Stats) -> Stats:
+        """These gauges, and counters that begin where those of an engine before ended."""
+        gauges = ("running", "waiting", "deferred", "blocks", "blocks_free")
+        counters = (name for name in self.__struct_fields__ if name not in (*gauges, "op_fallbacks"))
+        sums = {name: getattr(self, name) + getattr(before, name) for name in counters}
+        ops = Counter(before.op_fallbacks)
+        ops.update(self.op_fallbacks)
+        return msgspec.structs.replace(self, **sums, op_fallbacks=dict(ops))
 
 
 class Request:

@@ -147,6 +147,10 @@ def _fallbacks(metrics: Metrics) -> Values:
             yield (*model.labels, op), number
 
 
+def _cache_config(metrics: Metrics) -> Values:
+    return [((*model.labels, *model.cache()), 1) for model in metrics._shown]
+
+
 def _phases(metrics: Metrics) -> Values:
     for name, engine, phases in metrics.phases():
         for phase, holds in phases.items():
@@ -167,6 +171,7 @@ COLLECTED: dict[str, Callable[[Metrics], Values]] = {
     "prompt_tokens_by_source": _sources,
     "prompt_tokens_cached_by_source": _cached,
     "op_fallback": _fallbacks,
+    "cache_config_info": _cache_config,
     "engine_phase": _phases,
     **{f"{kind}_bytes": _memory(kind) for kind in MEMORY},
 }
@@ -187,16 +192,21 @@ class ModelMetrics:
         self._engine = str(engine)
         self._plugins = plugins
         self.labels: tuple[str, ...] = ()
-        self.stats: Callable[[], Stats] = Stats
+        self._counts: Callable[[], Stats] = Stats  # of the engine in use
+        self._former: Callable[[], Stats] = Stats  # of the one before it, which may be finishing what it has
+        self._past = Stats()  # of all before these
         self._card: dict[str, Any] = {}
 
     def begin(self, card: dict[str, Any], stats: Callable[[], Stats]) -> None:
-        """Create every series at 0, now that the engine is ready and the labels are known."""
+        """Create every series at 0, now that the engine is ready and the labels are known.
+
+        Called again for each engine that takes the place of another.
+        """
         m = self._metrics
-        self.stats = stats
+        self._past = self._former().after(self._past)
+        self._former, self._counts = self._counts, stats
         self._card = card
         self.labels = (self.name, self._engine, card["tasks"][0], card["backend"])
-        m.counted("cache_config_info").labels(*self.labels, *map(str, _cache(card))).set(1)
         self._histograms = {
             name.removeprefix(PREFIX): counted.labels(*self.labels)
             for name, counted in m._counted.items()
@@ -209,6 +219,14 @@ class ModelMetrics:
         m.counted("rerank_pairs").labels(*self.labels)
         for reason in RESTARTS:
             m.counted("engine_restarts").labels(self.name, self._engine, reason)
+
+    def stats(self) -> Stats:
+        """What the engine in use reports; its counters begin where those of the engines before it ended."""
+        return self._counts().after(self._former()).after(self._past)
+
+    def cache(self) -> tuple[str, ...]:
+        """Values of what cache_config_info adds to the labels of a model."""
+        return tuple(map(str, _cache(self._card)))
 
     def memory(self, kind: str) -> dict[str, int]:
         """Bytes by term: of the "memory" plan, or "memory_measured"."""
@@ -236,7 +254,6 @@ class ModelMetrics:
 
 
 def _cache(card: dict[str, Any]) -> Iterator[Any]:
-    """Values of what cache_config_info adds to the labels of a model."""
     block, blocks, longest = card.get("block_size"), card.get("num_blocks"), card.get("max_model_len")
     tokens = block * blocks if block and blocks else None
     yield from (block, blocks, card.get("kv_cache_dtype") or card.get("dtype"), card.get("prefix_caching"))
