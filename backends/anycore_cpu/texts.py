@@ -31,6 +31,7 @@ ROWS_AT = {
     "anycore_quantised_rows": 2,
     "anycore_norm": 5,
     "anycore_activation": 1,
+    "anycore_place": 1,
     "anycore_gather": 9,
     "anycore_angles": 3,
 }

@@ -138,6 +138,21 @@ def test_larger_batches_run_as_they_are(t_lm: Path) -> None:
     assert all(rows <= REQUESTS for rows, *_ in recorded(made))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_matrices_in_two_formats_are_recorded(tmp_path: Path, family: str) -> None:
+    """As in most GGUF files, whose values have more bits than their queries and keys: their products are joined."""
+    folder = tiny.tiny_lm(tmp_path, family=family, layers=2)
+    settings: dict[str, Any] = {"quantization": "w4a16", "keep_dense": ("layers.*.v_proj",), "dtype": "bfloat16"}
+    fast, eager = pair(folder, **settings)
+    programs = recorded(fast)
+    rows = [watch(made) for made in (fast, eager)]
+    outputs = [engines.run(made, [[5, 6, 7], [8] * 20], max_tokens=8) for made in (fast, eager)]
+    assert outputs[0] == outputs[1]
+    assert all(map(torch.equal, *rows))
+    assert programs
+    assert None not in programs.values()
+
+
 def test_a_step_that_torch_has_a_part_in_is_not_recorded(t_lm: Path, caplog: pytest.LogCaptureFixture) -> None:
     fast, eager = pair(t_lm)
     fast.runner._step.step.forward.__self__.norm = lambda x, residual: (x + residual, x)  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 // What stands between the products: norms with their residuals, gates, activations. All of it in float32, row by row.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "interface.hpp"
 #include "replay.hpp"
@@ -177,7 +178,16 @@ void anycore_activation(const void* x, long rows, long width, int kind, int gate
         activation(static_cast<const bf16*>(x), rows, width, kind, gated != 0, static_cast<bf16*>(out));
 }
 
+// Rows of so many bytes into longer ones, whose beginnings are `stride` bytes apart.
+void anycore_place(const void* x, long rows, long bytes, long stride, void* out) {
+    const char* from = static_cast<const char*>(x);
+    char* to = static_cast<char*>(out);
+    for (long row = 0; row < rows; row++)
+        std::memcpy(to + row * stride, from + row * bytes, static_cast<size_t>(bytes));
+}
+
 }
 
 RECORDED(anycore_norm)
 RECORDED(anycore_activation)
+RECORDED(anycore_place)

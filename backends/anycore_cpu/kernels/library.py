@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, .
     "anycore_attention": (None, (ctypes.POINTER(Arguments),)),
     "anycore_norm": (None, (*[ADDRESS] * 4, FLOAT, LONG, LONG, INT, INT, ADDRESS, ADDRESS)),
     "anycore_activation": (None, (ADDRESS, LONG, LONG, INT, INT, INT, ADDRESS)),
+    "anycore_place": (None, (ADDRESS, LONG, LONG, LONG, ADDRESS)),
     "anycore_linear": (None, (ADDRESS, LONG, LONG, ADDRESS, LONG, LONG, ADDRESS, ADDRESS, INT, INT)),
     "anycore_gather": (None, (*[ADDRESS, ADDRESS, LONG] * 3, LONG, LONG, FLOAT, INT, ADDRESS)),
     "anycore_angles": (None, (ADDRESS, ADDRESS, FLOAT, LONG, LONG, ADDRESS, ADDRESS)),
@@ -88,7 +89,7 @@ class Kernels:
         recorder = Recorder(library, SIGNATURES)
         self._library = recorder
         try:
-            with OnlyKernels(self._arena if arena is None else arena):
+            with OnlyKernels(self._arena if arena is None else arena, self.join):
                 yield recorder
         finally:
             self._library = library
@@ -209,6 +210,17 @@ class Kernels:
         self._library.anycore_activation(
             x.data_ptr(), rows, width, ACTIVATIONS.index(kind), gated, wide, out.data_ptr()
         )
+        return out
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """[.., I] each, of one type → [.., the sum of I], side by side."""
+        first = parts[0]
+        out = torch.empty(*first.shape[:-1], sum(x.shape[-1] for x in parts), dtype=first.dtype)
+        rows, place, stride = first.numel() // max(first.shape[-1], 1), out.data_ptr(), out.shape[-1] * out.itemsize
+        for x in parts:
+            size = x.shape[-1] * x.itemsize
+            self._library.anycore_place(x.contiguous().data_ptr(), rows, size, stride, place)
+            place += size
         return out
 
 

@@ -9,7 +9,7 @@ import ctypes
 import mmap
 import struct
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ class Recorder:
 
 class OnlyKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside it, torch may look at tensors in other ways, but not compute: nobody would repeat that. What it is asked
-    to allocate comes from an arena.
+    to allocate comes from an arena, and rows that it is asked to put side by side are joined by a kernel.
     """
 
     @classmethod
@@ -136,9 +136,10 @@ class OnlyKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """No: or torch would import its compiler at the first call, only to leave it alone, which takes a second."""
         return False
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, join: Callable[[Sequence[Tensor]], Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
+        self._join = join
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -146,6 +147,9 @@ class OnlyKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._arena.empty(*args[0], dtype=kwargs.get("dtype") or torch.get_default_dtype())
         if func is torch.ops.aten.empty_like.default and args[0].is_contiguous():
             return self._arena.empty(*args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func is torch.ops.aten.cat.default and args[1:] in ((-1,), (args[0][0].dim() - 1,)):
+            with self:
+                return self._join(args[0])
         returns = func._schema.returns
         if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             return func(*args, **kwargs)

@@ -23,15 +23,19 @@ tables that are quantised as weights not packed yet."""
 class Pieces:
     """A matrix whose rows are held in several formats, or whose columns stand in another order.
 
-    Each piece is a handle of `ops.pack`, and the order in which it takes the columns of what it is multiplied by.
+    Each piece is a handle of `ops.pack`, the order in which it takes the columns of what it is multiplied by, and how
+    many rows it has.
     """
 
-    parts: tuple[tuple[Any, Tensor | None], ...]
+    parts: tuple[tuple[Any, Tensor | None, int], ...]
 
     def multiply(self, ops: Ops, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows = [ops.linear(x if order is None else x.index_select(-1, order), handle) for handle, order in self.parts]
-        out = rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
-        return out if bias is None else out + bias
+        found, start = [], 0
+        for handle, order, rows in self.parts:
+            own = None if bias is None else bias[start : start + rows]
+            found.append(ops.linear(x if order is None else x.index_select(-1, order), handle, own))
+            start += rows
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 class Linear:

@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 Model = Decoder | Encoder | WholeModel
 Key = tuple[str, int]
 """A piece by the name of its parameter and its first row there."""
-Made = tuple[Any, Tensor | None]
-"""What is on the device of it, and the order of its columns if that is another one."""
+Made = tuple[Any, Tensor | None, int]
+"""What is on the device of it, the order of its columns if that is another one, and how many rows it has."""
 
 AHEAD = 1 << 30
 """Bytes that readers may be ahead of the device: the host's memory never holds a whole model."""
@@ -216,7 +216,7 @@ def ahead_of(places: dict[str, Place], checkpoint: Checkpoint, dtype: str) -> in
 
 
 def finish(place: Place, whole: Gathered, backend: Backend, what: str) -> Made:
-    """A piece on the device, and the order of its columns where that is another one."""
+    """A piece on the device, the order of its columns where that is another one, and how many rows it has."""
     piece, upload = place.piece, backend.memory.upload
     weight = whole.host
     if isinstance(weight, Tensor):
@@ -230,10 +230,10 @@ def finish(place: Place, whole: Gathered, backend: Backend, what: str) -> Made:
         weight = replace(weight, **sent)
     order = None if whole.order is None else upload(whole.order)
     if piece.parameter.packed:
-        return backend.ops.pack(DenseWeight(weight) if isinstance(weight, Tensor) else weight), order
+        return backend.ops.pack(DenseWeight(weight) if isinstance(weight, Tensor) else weight), order, piece.rows
     if order is not None:
         raise WeightsError(f"{what}: {piece.parameter.name} has its columns in another order, which no table may have")
-    return weight, None
+    return weight, None, piece.rows
 
 
 def joined(made: dict[Key, Made]) -> dict[str, Any]:
