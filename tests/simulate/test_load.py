@@ -91,6 +91,16 @@ def test_lines_that_make_no_sense_are_named(tmp_path: Path, row: dict[str, Any],
     assert "x.jsonl:2" in error.value.message
 
 
+def test_a_file_as_windows_writes_it(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    row = '{"at": 1.0, "prompt": [1], "max_tokens": 3}'
+    file.write_bytes(f"{row}\r\n\r\n{row}\r\n".encode("utf-8-sig"))
+    assert [talk.at for talk in Recorded(file)] == [1.0, 1.0]
+    file.write_bytes(row.encode() + b'\n{"tenant": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"x.jsonl:2 is neither .*UnicodeDecodeError"):
+        list(Recorded(file))
+
+
 def test_turns_find_what_was_said_and_answered() -> None:
     talk = Conversation(0.0, [Turn(range(1000, 1032), 16), Turn(range(2000, 2008), 4), Turn(range(3000, 3008), 4)])
     fleet = Fleet(SETTINGS, [seconds])

@@ -90,8 +90,9 @@ class Recorded:
     def __iter__(self) -> Iterator[Conversation]:
         free = PRIVATE
         before = 0.0
-        with self.file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
+        with self.file.open("rb") as lines:
+            for number, whole in enumerate(lines, 1):
+                line = whole.removeprefix(b"\xef\xbb\xbf")  # such as Windows writes
                 if not line.strip():
                     continue
                 where = f"{self.file}:{number}"
