@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 GROUP = "anycore"
 HOUSE = "anycore"  # the distribution whose plugins are built in: always loaded, and first
 SECONDS = 10.0
+CALLED = {"register_models": "spec", "register_reply_formats": "fits", "register_tools": "function"}
+"""What hooks return objects of, beside backends: each has a name, and this."""
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +155,8 @@ def _ask(entry: EntryPoint) -> Brought:
     plugin = entry.load()
     alone = _manager()
     alone.register(plugin, name=entry.name)
+    if not alone.get_hookcallers(plugin):
+        raise TypeError(f"{entry.value} has no hook: mark its functions with @anycore.hookimpl")
     alone.check_pending()  # a hook that we do not know: a typo, or a newer anycore
     specs = [spec for specs in alone.hook.register_backends() for spec in specs]
     for spec in specs:
@@ -160,13 +164,26 @@ def _ask(entry: EntryPoint) -> Brought:
             raise TypeError(f"register_backends must return BackendSpec objects, not {type(spec).__name__}")
         if not (isinstance(spec.api, tuple) and len(spec.api) == 2 and all(isinstance(n, int) for n in spec.api)):
             raise TypeError(f"backend {spec.name}: api must be a contract version such as (1, 0), not {spec.api!r}")
-    others = (alone.hook.register_models, alone.hook.register_reply_formats, alone.hook.register_tools)
-    models, formats, tools = ([item for items in ask() for item in items] for ask in others)
-    for hook, items in (("register_models", models), ("register_tools", tools)):
-        for item in items:
-            if not isinstance(getattr(item, "name", None), str):
-                raise TypeError(f"{hook} returned {type(item).__name__}, which has no name")
+    models, formats, tools = (
+        [item for items in getattr(alone.hook, hook)() for item in items if _is_whole(item, hook, part)]
+        for hook, part in CALLED.items()
+    )
     return Brought(plugin, specs, models, formats, tools)
+
+
+def _is_whole(item: Any, hook: str, part: str) -> bool:
+    """Refuse what would fail its users later, whichever model they ask.
+
+    Raises:
+        TypeError: it is a class, or has no name, or not the part that is called.
+    """
+    if isinstance(item, type):
+        raise TypeError(f"{hook} returned the class {item.__name__}, not an object of it")
+    if not isinstance(getattr(item, "name", None), str):
+        raise TypeError(f"{hook} returned {type(item).__name__}, which has no name")
+    if not callable(getattr(item, part, None)):
+        raise TypeError(f"{hook} returned {type(item).__name__} {item.name!r}, which has no `{part}` to call")
+    return True
 
 
 def _check(spec: BackendSpec, known: Mapping[str, BackendSpec], origin: str) -> PluginFailure | None:

@@ -126,12 +126,29 @@ def test_what_is_declared_in_another_type_stops_nobody_else(site: Path, changes:
     assert strangers(loaded) == []
 
 
-@pytest.mark.parametrize("hook", ["register_models", "register_tools"])
-def test_what_has_no_name_stops_nobody_else(site: Path, hook: str) -> None:
-    code = f"from anycore import hookimpl\n@hookimpl\ndef {hook}():\n    return [None]"
-    install(site, "odd-plugin", "1.0", "odd", f"nameless_{hook}", code)
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("None", "returned NoneType, which has no name"),
+        ("SimpleNamespace(name='x')", "returned SimpleNamespace 'x', which has no `"),
+        ("SimpleNamespace", "returned the class SimpleNamespace, not an object of it"),
+    ],
+    ids=["none", "half", "class"],
+)
+@pytest.mark.parametrize("hook", ["register_models", "register_reply_formats", "register_tools"])
+def test_what_could_not_be_used_stops_nobody_else(site: Path, hook: str, item: str, words: str) -> None:
+    head = "from types import SimpleNamespace\nfrom anycore import hookimpl\n@hookimpl\n"
+    code = f"{head}def {hook}():\n    return [{item}]"
+    install(site, "odd-plugin", "1.0", "odd", f"unusable_{hook}_{abs(hash(item))}", code)
     (failure,) = plugins.load(environ={}).failures
-    assert f"{hook} returned NoneType" in failure.reason
+    assert f"{hook} {words}" in failure.reason
+
+
+def test_an_entry_point_without_a_hook_is_told(site: Path) -> None:
+    """It brought nothing, and nobody said so: most often the decorator is forgotten, or the entry point is another."""
+    install(site, "odd-plugin", "1.0", "odd", "hookless", "def register_backends():\n    return []")
+    (failure,) = plugins.load(environ={}).failures
+    assert "hookless has no hook: mark its functions with @anycore.hookimpl" in failure.reason
 
 
 def test_a_hanging_import_is_given_up(site: Path) -> None:
