@@ -150,6 +150,20 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
         assert process.wait(timeout=60) in (0, 141)
 
 
+def test_standard_streams_that_are_closed_become_the_null_device(tmp_path: Path) -> None:
+    """It was an internal error as soon as something asked stderr whether it is a terminal."""
+    report = tmp_path / "report"
+    code = (
+        "import os, subprocess, sys\nfrom anycore.cli.main import main\ncode = main(['version'])\n"
+        "child = subprocess.run([sys.executable, '-c', 'import os; [os.fstat(n) for n in range(3)]']).returncode\n"
+        f"with open({str(report)!r}, 'w') as file:\n"
+        "    print(code, child, file.fileno() > 2, sys.stderr.isatty(), sys.stdin.read() == '', file=file)\n"
+    )
+    command = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    subprocess.run(["sh", "-c", command, sys.executable, code], check=True)
+    assert report.read_text().split() == ["0", "0", "True", "False", "True"]
+
+
 def test_dispatch_returns_what_the_command_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anycore.cli.matrix.run", lambda options: 7)
     assert dispatch(["matrix"]) == 7

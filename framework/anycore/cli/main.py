@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = os.environ.get("ANYCORE_LOG", "").lower() == "debug"
+    fill_streams()
     try:
         return dispatch(words)
     except AnycoreError as error:
@@ -67,6 +68,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 70
+
+
+def fill_streams() -> None:
+    """Give the null device to standard streams that were closed, as some supervisors start their services.
+
+    Else the next file or socket would get their numbers, which children take for their own streams, and Python has
+    None where output goes.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def dispatch(words: list[str]) -> int:
