@@ -167,6 +167,23 @@ def test_several_models_share_a_device(capsys: pytest.CaptureFixture[str], llama
 
 
 @pytest.mark.parametrize(
+    ("flag", "fits", "not_"), [("kv-cache-memory", "40GiB", "60GiB"), ("memory-utilization", "0.48", "0.6")]
+)
+def test_what_each_model_is_given_is_held_against_the_device(
+    capsys: pytest.CaptureFixture[str], llama: str, flag: str, fits: str, not_: str
+) -> None:
+    """It was planned for one model at a time, and a share given up for one of our own."""
+    code, found = plan(capsys, llama, llama, "--device", "h200", f"--{flag}", fits)
+    assert code == 0
+    assert sum(one["used"] for one in found["models"]) <= found["models"][0]["device"]["memory"]
+    if flag == "memory-utilization":
+        assert [one["limits"]["memory_utilization"] for one in found["models"]] == [0.48, 0.48]
+    code, found = plan(capsys, llama, llama, "--device", "h200", f"--{flag}", not_)
+    assert code == 3
+    assert "together these models need" in found["reason"]
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--device", "a100"], "may be one of: A100-80GB, A100-40GB"),

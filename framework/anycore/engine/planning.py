@@ -369,25 +369,46 @@ def _larger_device(asked: Asked, everywhere: Plugins) -> Iterator[Advice]:
 def share(models: Sequence[Asked]) -> list[Asked]:
     """Give each model the least that it needs, and what is left over in equal parts to those that keep a cache.
 
+    What the user has given a model, a share or a cache, it has: that is held against the whole device.
+
     Raises:
-        DoesNotFit: the least of all is more than the device.
+        DoesNotFit: all of it is more than the device, or what is to be divided more than is left for it.
     """
-    firsts = [asked.fit(memory_utilization=1.0) for asked in models]
-    whole = min(made.choice.spec.memory_utilization for made in firsts)
-    least = [_least_share(asked) for asked in models]
-    if sum(least) > whole:
-        parts = ", ".join(f"{a.config.model} {part:.3f}" for a, part in zip(models, least, strict=True))
+    firsts = [asked.fit(**({} if _is_given(asked) else {"memory_utilization": 1.0})) for asked in models]
+    parts = [_part_given(asked, made) or _least_share(asked) for asked, made in zip(models, firsts, strict=True)]
+    given = [_is_given(asked) for asked in models]
+    fixed = sum(part for part, fix in zip(parts, given, strict=True) if fix)
+    usual = min(made.choice.spec.memory_utilization for made in firsts)
+    whole = 1.0 if all(given) else min(1.0, fixed + usual)
+    if round(sum(parts), 3) > whole:
+        each = ", ".join(f"{a.config.model} {part:.3f}" for a, part in zip(models, parts, strict=True))
         raise DoesNotFit(
-            f"together these models need {sum(least):.3f} of {firsts[0].choice.device.name}, {whole:g} is to be had: "
-            f"{parts}. Serve fewer of them, or lower --max-num-batched-tokens",
+            f"together these models need {sum(parts):.3f} of {firsts[0].choice.device.name}, {whole:g} is to be had: "
+            f"{each}. Serve fewer of them, or lower --max-num-batched-tokens",
             param="memory_utilization",
         )
-    paged = [made.wish.paged for made in firsts]
-    extra = int(1000 * (whole - sum(least)) / max(1, sum(paged))) / 1000
-    shares = [round(part + extra * keeps, 3) for part, keeps in zip(least, paged, strict=True)]
+    grows = [made.wish.paged and not fix for made, fix in zip(firsts, given, strict=True)]
+    extra = int(1000 * max(0.0, max(usual, fixed) - sum(parts)) / max(1, sum(grows))) / 1000
+    shares = [round(part + extra * more, 3) for part, more in zip(parts, grows, strict=True)]
     return [
-        replace(a, config=replace(a.config, memory_utilization=part)) for a, part in zip(models, shares, strict=True)
+        a if fix else replace(a, config=replace(a.config, memory_utilization=part))
+        for a, part, fix in zip(models, shares, given, strict=True)
     ]
+
+
+def _is_given(asked: Asked) -> bool:
+    """Whether the user has set what the model has of the device."""
+    return asked.config.memory_utilization is not None or asked.config.kv_cache_memory is not None
+
+
+def _part_given(asked: Asked, made: Prepared) -> float | None:
+    """That as a part of the device, None if it is for us to set."""
+    assert made.plan is not None
+    if not _is_given(asked):
+        return None
+    if asked.config.kv_cache_memory is None:
+        return asked.config.memory_utilization
+    return -(-1000 * made.plan.used // (made.choice.device.memory or 1)) / 1000
 
 
 def _least_share(asked: Asked) -> float:
