@@ -70,7 +70,7 @@ def under_limit(folder: str) -> None:
     checked = memory._check_given
     for line in sys.stdin:
         settings = json.loads(line)
-        memory._check_given = (lambda made, wish, room: None) if settings.pop("forgetful", False) else checked
+        memory._check_given = (lambda *asked: None) if settings.pop("forgetful", False) else checked
         size = settings.pop("device")
         device = replace(spec.probe().devices[0], memory=size)
         CpuMemory.total = CpuMemory.free = lambda self, size=size: size  # type: ignore[method-assign, misc]
