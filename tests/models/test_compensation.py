@@ -249,10 +249,10 @@ def test_narrow_models_of_many_layers_are_written_in_groups(tmp_path: Path) -> N
 
 
 def test_four_bits_of_narrow_models_of_many_layers(tmp_path: Path) -> None:
-    """With tables, the last layer's MLP has eight, unless that is not wanted or groups are others."""
+    """With tables, values and the last layer's down_proj have eight, unless that is not wanted or groups are others."""
     folder = tiny.tiny_lm(tmp_path / "m", layers=16)
     flags = ["convert", str(folder), str(tmp_path / "out"), "--quantization", "w4a16"]
-    expected = {f"layers.15.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    expected = {f"layers.{layer}.self_attn.v_proj.weight" for layer in range(16)} | {"layers.15.mlp.down_proj.weight"}
     for more, eight in ((["--tables"], expected), ([], set()), (["--tables", "--keep-dense", "none"], set())):
         assert main([*flags, *more]) == 0
         found = formats_of(tmp_path / "out")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -16,10 +17,10 @@ from torch import Tensor
 from anycore.contract.backend import Backend, Memory
 from anycore.contract.batch import Batch
 from anycore.contract.formats import Format
-from anycore.contract.weights import QuantisedWeight
+from anycore.contract.weights import Int8Weight, QuantisedWeight
 from anycore.errors import ConfigError
 from anycore.models.convert.compensation import WholeNumbers, compensated, cut
-from anycore.models.convert.products import ROWS, Held, Inputs, Observer, Parts, Product, products
+from anycore.models.convert.products import ROWS, Inputs, Observer, Parts, Product, products
 from anycore.models.convert.scaling import fold, search
 from anycore.models.convert.tuning import Tuned, tune
 from anycore.models.decoder import Decoder
@@ -146,21 +147,22 @@ def calibrate(
     exact = [model.forward(batch) for batch in batches] if tunes else []
     walk = Walk(model, spec, sequences)
     count = sum(len(batch.input_ids) for batch in walk.batches)
-    rounded: list[tuple[Held, WholeNumbers, Parts]] = []
+    tuned: list[Tuned] = []
     result = Calibration(norm_offset=spec.norm_offset)
     for index in range(spec.layers):
         every = [p for p in products(model, spec, index) if all(name in formats for name, _ in p.parts)]
         observed = walk.observe(index, max(1, count // ROWS), every)
         scales = [scale(product, inputs, formats, result) for product, inputs in zip(every, observed, strict=True)]
         for product, inputs, columns in zip(every, observed, scales, strict=True):
-            wanted = formats[product.parts[0][0]]
-            found = compensated(product.held.weight, inputs.squares(columns), wanted)
-            result.weights |= cut(found, product.parts)
-            product.held.weight.copy_(found.dense())
+            found = rounded(product, inputs.squares(columns), formats)
+            for weight, parts in found:
+                result.weights |= cut(weight, parts)
+            held, last = product.held, found[-1][0]
+            held.weight.copy_(torch.cat([weight.dense() for weight, _ in found]))
             if tunes:
-                rounded.append((product.held, found, product.parts))
-            elif wanted.kind == "int8":
-                product.held.rounds = wanted.group
+                tuned.append(Tuned(held, found))
+            elif isinstance(last, Int8Weight):
+                held.rounds = last.group
         walk.go_on(index)
         if progress is not None:
             progress("calibration", (index + 1) / spec.layers)
@@ -169,14 +171,27 @@ def calibrate(
         return result
     dense = model.head.handle.weight
     if head in formats and formats[head].kind == "int4":
-        rounded.append((model.head.handle, table(model, walk, spec.tied, formats[head]), ((head, len(dense)),)))
-    tuned = [(Tuned(held, found), parts) for held, found, parts in rounded]
+        whole = table(model, walk, spec.tied, formats[head])
+        tuned.append(Tuned(model.head.handle, [(whole, ((head, len(dense)),))]))
     if spec.tied:
         model.words.table = model.head.handle.weight
-    tune(model, [one for one, _ in tuned], dense, batches, exact, progress)
-    for one, parts in tuned:
-        result.weights |= cut(one.found(), parts)
+    tune(model, tuned, dense, batches, exact, progress)
+    for one in tuned:
+        for weight, parts in one.found():
+            result.weights |= cut(weight, parts)
     return result
+
+
+def rounded(product: Product, squares: Tensor, formats: Mapping[str, Format]) -> list[tuple[WholeNumbers, Parts]]:
+    """The rows of a matrix, those in a row that have one format at a time, and what they are part of."""
+    found: list[tuple[WholeNumbers, Parts]] = []
+    first = 0
+    for wanted, run in groupby(product.parts, lambda part: formats[part[0]]):
+        parts = tuple(run)
+        rows = sum(count for _, count in parts)
+        found.append((compensated(product.held.weight[first : first + rows], squares, wanted), parts))
+        first += rows
+    return found
 
 
 def table(model: Decoder, walk: Walk, tied: bool, wanted: Format) -> WholeNumbers:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anycore.contract.batch import Batch
 from anycore.models.convert.compensation import WholeNumbers
-from anycore.models.convert.products import Held
+from anycore.models.convert.products import Held, Parts
 from anycore.models.decoder import Decoder
 from anycore.models.source import Progress
 
@@ -33,27 +33,37 @@ LOGITS = 1 << 25
 
 
 class Tuned:
-    """A matrix whose scales are tuned: `held.weight` is what it stands for."""
+    """A matrix whose scales are tuned: `held.weight` is what it stands for. All its rows have groups of one size."""
 
-    def __init__(self, held: Held, start: WholeNumbers) -> None:
+    def __init__(self, held: Held, start: Sequence[tuple[WholeNumbers, Parts]]) -> None:
         self.held = held
         self.start = start
-        self.changes = torch.zeros_like(start.scale)  # [out, groups]: of each scale, in shares of it
-        self.changes.grad = torch.zeros_like(start.scale)
-        held.weight = start.dense().requires_grad_()
+        self.group = start[0][0].group
+        scale = torch.cat([weight.scale for weight, _ in start])
+        self.changes = torch.zeros_like(scale)  # [out, groups]: of each scale, in shares of it
+        self.changes.grad = torch.zeros_like(scale)
+        held.weight = self.dense().requires_grad_()
         held.weight.register_post_accumulate_grad_hook(self.gather)  # type: ignore[no-untyped-call]
 
     def gather(self, weight: Tensor) -> None:
         """Add the matrix's gradient to that of the changes, and drop it: those of all at once would be a model more."""
         assert weight.grad is not None
         assert self.changes.grad is not None
-        by_group = (weight.grad * weight.detach()).view(len(weight), -1, self.start.group)
+        by_group = (weight.grad * weight.detach()).view(len(weight), -1, self.group)
         self.changes.grad += by_group.sum(-1)
         weight.grad = None
 
-    def found(self) -> WholeNumbers:
+    def found(self) -> list[tuple[WholeNumbers, Parts]]:
         """As it is now. Scales have eight significant bits, as `rounding` gives them."""
-        return replace(self.start, scale=(self.start.scale * (1 + self.changes)).bfloat16().float())
+        changes = torch.split(self.changes, [len(weight.scale) for weight, _ in self.start])
+        return [
+            (replace(weight, scale=(weight.scale * (1 + change)).bfloat16().float()), parts)
+            for (weight, parts), change in zip(self.start, changes, strict=True)
+        ]
+
+    def dense(self) -> Tensor:
+        parts = [weight.dense() for weight, _ in self.found()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)  # a table is large
 
 
 def tune(
@@ -79,7 +89,7 @@ def tune(
         for one in tuned:
             assert one.changes.grad is not None
             one.changes.grad.zero_()
-            one.held.weight.detach().copy_(one.found().dense())
+            one.held.weight.detach().copy_(one.dense())
         if progress is not None:
             progress("tuning", (step + 1) / STEPS)
 

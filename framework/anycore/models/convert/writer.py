@@ -150,15 +150,15 @@ def wanted_formats(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
         table = asked.tables and (parameter.table or (parameter.head and not spec.tied))
         if not (usual or table) or parameter.name in kept or online(parameter, asked.quantization, asked.group) is None:
             continue
-        wanted = form.wanted(asked.quantization, asked.group, parameter.shape[1], finer.get(parameter.name))
-        formats |= {name: wanted for name, _ in parameter.parts}
+        for name, _ in parameter.parts:
+            formats[name] = form.wanted(asked.quantization, asked.group, parameter.shape[1], finer.get(name))
     if not formats:
         raise ConfigError(f"nothing of {spec.architecture} is left to quantise: all is small or kept dense")
     return formats
 
 
 def finer_of(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
-    """The parameters that get 8 bits by groups, if those fit: what "auto" says, and with w8a8 tables and heads.
+    """The matrices that get 8 bits by groups, if those fit: what "auto" says, and with w8a8 tables and heads.
 
     What other engines read has neither tables nor groups of int8: who quantises tables does without those engines.
     """
@@ -166,24 +166,24 @@ def finer_of(spec: ModelSpec, asked: Conversion) -> dict[str, Format]:
         return {}
     w8a8 = asked.quantization == "w8a8"
     tables = {p.name: FINE for p in parameters(spec) if w8a8 and (p.head or p.table)}
-    return tables | fine(spec, asked.quantization, asked.keep_dense) | dict.fromkeys(dearest(spec, asked), FINER)
+    every = tables | fine(spec, asked.quantization, asked.keep_dense)
+    found = {name: every[p.name] for p in parameters(spec) if p.name in every for name, _ in p.parts}
+    return found | dict.fromkeys(dearest(spec, asked), FINER)
 
 
-def dearest(spec: ModelSpec, asked: Conversion) -> set[str]:
-    """What 4 bits hurt most in a narrow decoder, of what has few bytes: the MLP of its last layer, whose losses nothing
-    comes after to smooth. Whole parameters, since one in two formats is two products.
-    """
+def dearest(spec: ModelSpec, asked: Conversion) -> list[str]:
+    """The matrices of a narrow decoder that 4 bits hurt most for what they weigh: see docs/quantization.md."""
     narrow = spec.family == "decoder" and spec.layers >= MANY_LAYERS and spec.hidden_size < NARROW
     if not narrow or asked.quantization != "w4a16" or asked.group != FINER.group or "auto" not in asked.keep_dense:
-        return set()
-    return matched(spec, [f"layers.{spec.layers - 1}.mlp.*"])
+        return []
+    values = [f"layers.{layer}.self_attn.v_proj.weight" for layer in range(spec.layers)]
+    return [*values, f"layers.{spec.layers - 1}.mlp.down_proj.weight"]
 
 
 def grouped(spec: ModelSpec, asked: Conversion, formats: Mapping[str, Format]) -> dict[str, Format]:
     """Those of `formats` that are by groups so: a scale a row of as many inputs has the same format."""
     finer = finer_of(spec, asked)
-    names = {name for p in parameters(spec) if p.name in finer for name, _ in p.parts}
-    return {name: kind for name, kind in formats.items() if name in names and kind in (FINE, FINER)}
+    return {name: kind for name, kind in formats.items() if name in finer and kind in (FINE, FINER)}
 
 
 def calibrated(
