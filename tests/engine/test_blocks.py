@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from anycore.engine import blocks as blocks_module
-from anycore.engine.blocks import BlockPool, root_hash
+from anycore.engine import chains
+from anycore.engine.blocks import BlockPool
+from anycore.engine.chains import Chain
+
+
+def chain(pool: BlockPool, tokens: list[int], salt: str | None = None) -> Chain:
+    made = Chain(salt)
+    pool.extend(made, tokens)
+    return made
+
+
+def match(pool: BlockPool, tokens: list[int], salt: str | None = None) -> list[int]:
+    """The blocks of the tokens that are found, be there as many as there may."""
+    return pool.match(chain(pool, tokens, salt), len(tokens))
 
 
 def publish(pool: BlockPool, tokens: list[int], salt: str | None = None) -> list[int]:
     """Take blocks for `tokens`, make the full ones findable, and return them still owned."""
     taken = pool.take(pool.blocks_for(len(tokens)))
-    keys = pool.hashes([], tokens, salt)
-    for i, key in enumerate(keys):
-        here = tokens[i * pool.block_size : (i + 1) * pool.block_size]
-        pool.publish(taken[i], key, keys[i - 1] if i else root_hash(salt), here)
+    made = chain(pool, tokens, salt)
+    for i in range(len(made.keys)):
+        pool.publish(taken[i], made, i)
     return taken
 
 
@@ -20,7 +31,7 @@ def test_a_prefix_is_found_after_its_owner_left() -> None:
     pool = BlockPool(9, 4)
     owned = publish(pool, list(range(10)))
     pool.release(owned)
-    assert pool.match(pool.hashes([], [0, 1, 2, 3, 4, 5, 6, 7, 99], None), [0, 1, 2, 3, 4, 5, 6, 7, 99]) == owned[:2]
+    assert match(pool, [0, 1, 2, 3, 4, 5, 6, 7, 99]) == owned[:2]
     pool.check()
 
 
@@ -28,21 +39,21 @@ def test_salt_separates_equal_prefixes() -> None:
     pool = BlockPool(9, 4)
     tokens = list(range(8))
     pool.release(publish(pool, tokens, salt="a"))
-    assert pool.match(pool.hashes([], tokens, "b"), tokens) == []
-    assert pool.match(pool.hashes([], tokens, None), tokens) == []
-    assert len(pool.match(pool.hashes([], tokens, "a"), tokens)) == 2
+    assert match(pool, tokens, "b") == []
+    assert match(pool, tokens) == []
+    assert len(match(pool, tokens, "a")) == 2
 
 
 def test_empty_salt_is_a_salt() -> None:
-    assert root_hash("") != root_hash(None)
+    assert Chain("").root != Chain(None).root
 
 
 def test_a_hash_collision_does_not_hit(monkeypatch) -> None:
-    monkeypatch.setattr(blocks_module, "chain_hash", lambda parent, tokens: b"same")
+    monkeypatch.setattr(chains, "hash_of", lambda block: b"same")
     pool = BlockPool(9, 4)
     pool.release(publish(pool, [1, 2, 3, 4]))
-    assert pool.match(pool.hashes([], [5, 6, 7, 8], None), [5, 6, 7, 8]) == []
-    assert len(pool.match(pool.hashes([], [1, 2, 3, 4], None), [1, 2, 3, 4])) == 1
+    assert match(pool, [5, 6, 7, 8]) == []
+    assert len(match(pool, [1, 2, 3, 4])) == 1
 
 
 def test_the_least_recently_used_prefix_is_evicted_tail_first() -> None:
@@ -51,8 +62,8 @@ def test_the_least_recently_used_prefix_is_evicted_tail_first() -> None:
     pool.release(publish(pool, old))
     pool.release(publish(pool, new))
     pool.take(3)  # two were empty; the third comes from the tail of `old`
-    assert len(pool.match(pool.hashes([], old, None), old)) == 1
-    assert len(pool.match(pool.hashes([], new, None), new)) == 2
+    assert len(match(pool, old)) == 1
+    assert len(match(pool, new)) == 2
     pool.check()
 
 
@@ -73,7 +84,7 @@ def test_sharing_takes_a_cached_block_off_the_free_list() -> None:
 
 def test_expectations_count_their_requests() -> None:
     pool = BlockPool(5, 2)
-    keys = pool.hashes([], [1, 2], None)
+    keys = chain(pool, [1, 2]).keys
     pool.expect(keys)
     pool.expect(keys)
     pool.settle(keys)
@@ -85,4 +96,4 @@ def test_expectations_count_their_requests() -> None:
 def test_without_caching_nothing_is_found() -> None:
     pool = BlockPool(5, 2, caching=False)
     pool.release(publish(pool, [1, 2]))
-    assert pool.match(pool.hashes([], [1, 2], None), [1, 2]) == []
+    assert match(pool, [1, 2]) == []

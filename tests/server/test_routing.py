@@ -5,20 +5,26 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anycore.engine.blocks import BlockPool
+from anycore.engine.chains import Chain, Chains
 from anycore.server.routing import MOST_BLOCKS, Holders, chain, choose, slack_of
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 
 
+def keys(tokens: list[int], size: int, salt: str | None) -> list[bytes]:
+    engines = Chain(salt)
+    Chains(size).extend(engines, tokens)
+    return engines.keys
+
+
 @given(TOKENS, st.sampled_from([1, 2, 4]), st.sampled_from([None, "", "salt"]))
 def test_a_prompt_has_the_hashes_that_the_engine_gives_it(tokens: list[int], size: int, salt: str | None) -> None:
-    assert chain(tokens, size, salt) == BlockPool(4, size).hashes([], tokens, salt)
+    assert chain(tokens, size, salt) == keys(tokens, size, salt)
 
 
 def test_of_a_long_prompt_the_first_blocks_are_looked_at() -> None:
     tokens = list(range(3 * MOST_BLOCKS))
-    assert chain(tokens, 2, None) == BlockPool(4, 2).hashes([], tokens[: 2 * MOST_BLOCKS], None)
+    assert chain(tokens, 2, None) == keys(tokens[: 2 * MOST_BLOCKS], 2, None)
 
 
 @given(st.data())

@@ -6,20 +6,10 @@ hash) or empty. Owned blocks are never evicted; cached ones are, least recently 
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
 
-
-def root_hash(salt: str | None) -> bytes:
-    """Start of a hash chain: requests with different salts never share a block."""
-    return blake2b((salt or "").encode(), digest_size=16, person=b"salt" if salt is not None else b"").digest()
-
-
-def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of one full block, given the hash of everything before it."""
-    return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+from anycore.engine.chains import Chain, Chains
 
 
 class BlockPool:
@@ -33,8 +23,9 @@ class BlockPool:
         # Free blocks, next to be taken first. Empty ones stand at the front, cached ones in order of last use.
         self._free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(1, blocks))
         self._found: dict[bytes, int] = {}  # hash -> block that holds it
-        self._content: dict[int, tuple[bytes, bytes, tuple[int, ...]]] = {}  # block -> (hash, parent hash, tokens)
+        self._content: dict[int, tuple[bytes, bytes]] = {}  # block -> its hash, and what was hashed
         self._coming: dict[bytes, int] = {}  # hash -> running requests that are about to compute it
+        self._chains = Chains(block_size)
 
     @property
     def free(self) -> int:
@@ -78,35 +69,31 @@ class BlockPool:
 
     # --- prefix cache -------------------------------------------------------------------------------------------
 
-    def hashes(self, known: list[bytes], tokens: Sequence[int], salt: str | None) -> list[bytes]:
-        """Extend `known`, the chain of a token list's full blocks, in place and return it."""
-        parent = known[-1] if known else root_hash(salt)
-        for start in range(len(known) * self.block_size, len(tokens) - self.block_size + 1, self.block_size):
-            parent = chain_hash(parent, tokens[start : start + self.block_size])
-            known.append(parent)
-        return known
+    def extend(self, chain: Chain, tokens: Sequence[int]) -> None:
+        """Add to a chain the full blocks of its token list."""
+        self._chains.extend(chain, tokens)
 
-    def match(self, hashes: Sequence[bytes], tokens: Sequence[int]) -> list[int]:
-        """Return the blocks of the longest cached prefix. Tokens are compared, so a hash collision cannot hit."""
+    def match(self, chain: Chain, most: int) -> list[int]:
+        """Return the blocks of the longest cached prefix, `most` at most.
+
+        Tokens are compared, so a hash collision cannot hit.
+        """
         found: list[int] = []
-        for i, key in enumerate(hashes):
+        for key, content in zip(chain.keys[:most], chain.blocks, strict=False):
             block = self._found.get(key)
-            if block is None:
-                break
-            here = tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
-            _, parent, content = self._content[block]
-            if content != here or (i > 0 and parent != hashes[i - 1]):
+            if block is None or self._content[block][1] != content:
                 break
             found.append(block)
         return found
 
-    def publish(self, block: int, key: bytes, parent: bytes, tokens: Sequence[int]) -> None:
-        """Make an owned, full block findable. The first block with some content stays; a second is not cached."""
+    def publish(self, block: int, chain: Chain, place: int) -> None:
+        """Make an owned block findable as one of a chain. The first with some content stays; a second is not cached."""
+        key = chain.keys[place]
         if key in self._coming:
             self.settle([key])
         if self.caching and key not in self._found:
             self._found[key] = block
-            self._content[block] = (key, parent, tuple(tokens))
+            self._content[block] = key, chain.blocks[place]
 
     def expect(self, keys: Sequence[bytes]) -> None:
         """Say that a running request is about to compute these blocks, so that others may wait for them."""

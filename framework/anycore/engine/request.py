@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from anycore.contract.declare import Task
+from anycore.engine.chains import Chain
 from anycore.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -316,13 +317,13 @@ class Request:
         "_num_tokens",
         "arrival",
         "blocks",
+        "chain",
         "cached",
         "deadline",
         "decodes",
         "eos_ids",
         "expected",
         "grammar",
-        "hashes",
         "id",
         "index",
         "is_pooled",
@@ -371,7 +372,7 @@ class Request:
         self.deadline = math.inf
         # Its KV blocks.
         self.blocks: list[int] = []  # block table
-        self.hashes: list[bytes] = []  # chained hash of each full block of known tokens
+        self.chain = Chain(new.cache_salt)  # the full blocks of known tokens
         self.expected: list[bytes] = []  # blocks it told the pool it is about to compute
         self.published = 0  # leading blocks that others can find
         self.cached = 0  # prompt tokens found in the prefix cache at first admission

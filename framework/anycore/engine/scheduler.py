@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from anycore.contract.sizes import Limits
-from anycore.engine.blocks import BlockPool, root_hash
+from anycore.engine.blocks import BlockPool
 from anycore.engine.decodes import Array, Decodes
 from anycore.engine.queue import Queue
 from anycore.engine.request import Request, Status
@@ -227,7 +227,7 @@ class Scheduler:
                 continue
             reserve = self._watermark if self.running else 0
             needed = self.pool.blocks_for(request.num_tokens) - len(cached)
-            idle = sum(self.pool.references[block] == 0 for block in cached)  # cached blocks are free ones, too
+            idle = [self.pool.references[block] for block in cached].count(0)  # cached blocks are free ones, too
             if needed + idle + reserve > self.pool.free:
                 break  # nobody overtakes the first in line, or it would starve
             self.waiting.start(request)
@@ -253,10 +253,11 @@ class Scheduler:
                 return None
         if not self.pool.caching or not request.may_share:
             return []
-        hashes = self.pool.hashes(request.hashes, request.tokens, request.new.cache_salt)
-        usable = hashes[: (request.num_tokens - 1) // self.pool.block_size]
-        found = self.pool.match(usable, request.tokens)
-        if len(found) < len(usable) and self.pool.is_coming(usable[len(found)]):
+        self.pool.extend(request.chain, request.tokens)
+        keys = request.chain.keys
+        most = min(len(keys), (request.num_tokens - 1) // self.pool.block_size)
+        found = self.pool.match(request.chain, most)
+        if len(found) < most and self.pool.is_coming(keys[len(found)]):
             return None
         return found
 
@@ -273,8 +274,8 @@ class Scheduler:
         request.status = Status.RUNNING
         insort(self.running, request, key=_rank)
         if self.pool.caching and request.may_share:
-            hashes = self.pool.hashes(request.hashes, request.tokens, request.new.cache_salt)
-            request.expected = hashes[len(cached) :]
+            self.pool.extend(request.chain, request.tokens)
+            request.expected = request.chain.keys[len(cached) :]
             self.pool.expect(request.expected)
 
     def _advance(self, entry: Entry) -> None:
@@ -297,14 +298,12 @@ class Scheduler:
         assert self.pool is not None
         if not self.pool.caching or not request.may_share:
             return
-        size = self.pool.block_size
-        full = min(request.num_computed, len(request.tokens)) // size
+        full = min(request.num_computed, len(request.tokens)) // self.pool.block_size
         if full <= request.published:
             return
-        hashes = self.pool.hashes(request.hashes, request.tokens, request.new.cache_salt)
+        self.pool.extend(request.chain, request.tokens)
         for i in range(request.published, full):
-            parent = hashes[i - 1] if i else root_hash(request.new.cache_salt)
-            self.pool.publish(request.blocks[i], hashes[i], parent, request.tokens[i * size : (i + 1) * size])
+            self.pool.publish(request.blocks[i], request.chain, i)
         request.expected = request.expected[full - request.published :]
         request.published = full
 

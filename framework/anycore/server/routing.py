@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from anycore.engine.blocks import chain_hash, root_hash
+from anycore.engine.chains import Chain, Chains
 
 CAPACITY = 1 << 17  # blocks that are remembered: 2 million tokens in blocks of 16, some 20 MB
 MOST_BLOCKS = 1024  # of one prompt that are looked at: what two prompts share beyond them decides nothing
@@ -17,13 +17,9 @@ SLACK = 4  # a replica may be busier than the least busy one by a 4th of the seq
 
 def chain(tokens: Sequence[int], block_size: int, salt: str | None) -> list[bytes]:
     """The chained hashes of a prompt's full blocks, MOST_BLOCKS at most."""
-    hashes: list[bytes] = []
-    parent = root_hash(salt)
-    last = min(len(tokens) - block_size, (MOST_BLOCKS - 1) * block_size)
-    for start in range(0, last + 1, block_size):
-        parent = chain_hash(parent, tokens[start : start + block_size])
-        hashes.append(parent)
-    return hashes
+    blocks = Chain(salt)
+    Chains(block_size).extend(blocks, tokens[: MOST_BLOCKS * block_size])
+    return blocks.keys
 
 
 def slack_of(max_num_seqs: int) -> int:

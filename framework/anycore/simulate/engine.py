@@ -18,6 +18,7 @@ import numpy as np
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool
+from anycore.engine.chains import Chain
 from anycore.engine.request import NewRequest, Request
 from anycore.engine.scheduler import Scheduler, Step
 from anycore.simulate.steptime import StepTime
@@ -42,10 +43,10 @@ class Keyed(BlockPool):
     Its decisions are those of the real pool, at a fraction of the time.
     """
 
-    def hashes(self, known: list[bytes], tokens: Tokens[int], salt: str | None) -> list[bytes]:
-        keys: Any = tokens[(len(known) + 1) * self.block_size - 1 :: self.block_size]
-        known += keys
-        return known
+    def extend(self, chain: Chain, tokens: Tokens[int]) -> None:
+        keys: Any = tokens[(len(chain.keys) + 1) * self.block_size - 1 :: self.block_size]
+        chain.keys += keys
+        chain.blocks += keys
 
 
 class Sequence(Request):

@@ -22,7 +22,7 @@ import torch
 from anycore import __version__
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
-from anycore.engine.blocks import root_hash
+from anycore.engine.chains import Chain
 from anycore.engine.engine import Engine
 from anycore.engine.launch import Prepared
 from anycore.engine.request import Delta, NewRequest, SamplingParams
@@ -215,11 +215,11 @@ class Meter:
         whole = start // size
         vocabulary = self.engine.spec.vocab_size
         tokens = self._rng.choices(range(min(100, vocabulary // 4), vocabulary), k=start + rows)
-        hashes = pool.hashes([], tokens[: whole * size], None)
+        chain = Chain()
+        pool.extend(chain, tokens[: whole * size])
         blocks = pool.take(whole)
         for i, block in enumerate(blocks):
-            parent = hashes[i - 1] if i else root_hash(None)
-            pool.publish(block, hashes[i], parent, tokens[i * size : (i + 1) * size])
+            pool.publish(block, chain, i)
         pool.release(blocks)
         name = f"measured-{next(self._names)}"
         return NewRequest(id=name, task=Task.GENERATE, token_ids=tokens, sampling=self.sampling)
