@@ -173,7 +173,7 @@ def test_invariants_hold_and_every_sequence_gets_its_own_output(case: dict[str, 
     machine.run()
     for request in machine.requests:
         if request.id not in aborted:
-            assert request.tokens[request.num_prompt :] == expected_output(request)
+            assert request.tokens[request.num_prompt :].tolist() == expected_output(request)
     assert machine.pool.free == machine.pool.size
 
 
@@ -201,7 +201,7 @@ def test_long_prompts_leave_a_step_to_shorter_requests() -> None:
     assert [entry.rows for entry in machine.step().entries] == [1, 2]  # it decodes beside two rows of the prompt
     machine.run()
     for request in (first, second, short):
-        assert request.tokens[request.num_prompt :] == expected_output(request)
+        assert request.tokens[request.num_prompt :].tolist() == expected_output(request)
 
 
 def test_requests_that_arrive_together_compute_their_shared_prefix_once() -> None:
@@ -251,7 +251,7 @@ def test_m07_preemption_is_invisible_and_ends() -> None:
     assert machine.scheduler.preemptions > 0
     assert steps < 2000
     for request in machine.requests:
-        assert request.tokens[32:] == expected_output(request)
+        assert request.tokens[32:].tolist() == expected_output(request)
 
 
 def test_a_prompt_that_lost_its_blocks_half_way_does_not_block_its_equals() -> None:
@@ -263,7 +263,7 @@ def test_a_prompt_that_lost_its_blocks_half_way_does_not_block_its_equals() -> N
         machine.add(twin)
     machine.run(max_steps=200)
     assert machine.scheduler.preemptions > 0
-    assert all(twin.tokens[24:] == expected_output(twin) for twin in twins)
+    assert all(twin.tokens[24:].tolist() == expected_output(twin) for twin in twins)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "short-first"])

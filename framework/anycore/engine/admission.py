@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from array import array
 
 import numpy as np
 
@@ -33,8 +34,10 @@ class Admission:
         self._eos_ids = frozenset(spec.eos_ids)
         self._arrivals = 0
 
-    def check(self, new: NewRequest, *, grammars: bool, texts: bool) -> None:
-        """Refuse what does not fit. `grammars`, `texts`: whether the engine keeps to the ones and knows the others.
+    def check(self, new: NewRequest, *, grammars: bool, texts: bool) -> array[int]:
+        """Refuse what does not fit, and return its ids.
+
+        `grammars`, `texts`: whether the engine keeps to the ones and knows the others.
 
         Raises:
             BadRequest: naming the field.
@@ -44,11 +47,7 @@ class Admission:
         length = len(new.token_ids)
         if length == 0:
             raise BadRequest("the input has no tokens", param="prompt")
-        for i in (min(new.token_ids), max(new.token_ids)):
-            if not 0 <= i < self.spec.vocab_size:
-                raise BadRequest(
-                    f"token id {i} is outside the vocabulary (0 to {self.spec.vocab_size - 1})", param="prompt"
-                )
+        ids = self._known(new.token_ids)
         longest = self.limits.max_model_len
         if length > longest:
             raise ContextLengthExceeded(f"the input has {length} tokens, this model takes at most {longest}")
@@ -56,10 +55,11 @@ class Admission:
             self._check_sampling(new.sampling, length, grammars, texts)
         if new.pooling is not None and new.pooling.dimensions is not None:
             self._check_dimensions(new.pooling.dimensions)
+        return ids
 
-    def sequences(self, new: NewRequest, now: float) -> list[Request]:
+    def sequences(self, new: NewRequest, ids: array[int], now: float) -> list[Request]:
         """Make a request's sequences; without sampling it has one."""
-        return [self._sequence(new, index, now) for index in range(sequences_of(new))]
+        return [self._sequence(new, ids, index, now) for index in range(sequences_of(new))]
 
     def search(self, new: NewRequest, now: float) -> Search:
         """Make the beam search that a request asks for."""
@@ -71,6 +71,20 @@ class Admission:
         """When a request that arrives now is given up."""
         seconds = [s for s in (new.deadline, self._timeout) if s is not None]
         return now + min(seconds) if seconds else math.inf
+
+    def _known(self, token_ids: list[int]) -> array[int]:
+        """The ids, all of the vocabulary. Looked at as numbers of the machine: prompts are long."""
+        try:
+            ids = array("q", token_ids)
+            low, high = int(np.min(ids)), int(np.max(ids))
+        except OverflowError:
+            low, high = min(token_ids), max(token_ids)
+        for i in (low, high):
+            if not 0 <= i < self.spec.vocab_size:
+                raise BadRequest(
+                    f"token id {i} is outside the vocabulary (0 to {self.spec.vocab_size - 1})", param="prompt"
+                )
+        return ids
 
     def _check_sampling(self, sampling: SamplingParams, length: int, grammars: bool, texts: bool) -> None:
         sampling.check_vocabulary(self.spec.vocab_size)
@@ -111,14 +125,14 @@ class Admission:
                 f"dimensions must be between 1 and {self.spec.vector_size}, not {asked}", param="dimensions"
             )
 
-    def _sequence(self, new: NewRequest, index: int, now: float) -> Request:
+    def _sequence(self, new: NewRequest, ids: array[int], index: int, now: float) -> Request:
         self._arrivals += 1
         length = len(new.token_ids)
         total = length
         if new.sampling is not None:
             asked = new.sampling.max_tokens
             total = self.limits.max_model_len if asked is None else length + asked
-        request = Request(new, index, self._arrivals, total)
+        request = Request(new, index, self._arrivals, total, ids)
         request.timing.arrived = now
         request.deadline = self.deadline(new, now)
         if new.sampling is not None:

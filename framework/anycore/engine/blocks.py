@@ -79,11 +79,12 @@ class BlockPool:
         Tokens are compared, so a hash collision cannot hit.
         """
         found: list[int] = []
-        for key, content in zip(chain.keys[:most], chain.blocks, strict=False):
-            block = self._found.get(key)
-            if block is None or self._content[block][1] != content:
+        for block in map(self._found.get, chain.keys[:most]):
+            if block is None:
                 break
             found.append(block)
+        while [self._content[block][1] for block in found] != chain.blocks[: len(found)]:
+            found.pop()
         return found
 
     def publish(self, block: int, chain: Chain, place: int) -> None:

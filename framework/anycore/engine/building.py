@@ -5,6 +5,7 @@ Where the backend has a desk, steps that only decode are laid there.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -102,10 +103,10 @@ class BatchBuilder:
     def _whole(self, step: Step, output_rows: Array) -> Sending:
         """Requests from end to end: without a cache nothing was computed before, and nothing is sampled."""
         lens = [chunk.rows for chunk in step.chunks]
-        ids = [token for chunk in step.chunks for token in chunk.request.tokens]
+        ids = np.concatenate([chunk.request.tokens for chunk in step.chunks])
         ends = np.cumsum(lens)
         arrays = [
-            np.array(ids, dtype=np.int64),
+            ids,
             np.arange(len(ids)) - np.repeat(ends - lens, lens),
             np.array(lens, dtype=np.int32),
             np.concatenate(([0], ends)).astype(np.int32),
@@ -156,14 +157,14 @@ class BatchBuilder:
         ids = np.zeros(len(places), dtype=np.int64)
         for row in np.flatnonzero(places < 0).tolist():
             ids[row] = step.decodes[row].tokens[-1]
-        tokens: list[int] = []
+        tokens = array("q")
         for chunk in step.chunks:
             tokens += chunk.request.tokens[chunk.start : chunk.start + chunk.rows]
             if chunk.start + chunk.rows > len(chunk.request.tokens):
                 unseen = np.append(unseen, len(ids) + len(tokens))
                 sampled = np.append(sampled, self._places[chunk.request.seat])
                 tokens.append(0)
-        return np.concatenate((ids, np.array(tokens, dtype=np.int64))), unseen, sampled
+        return np.concatenate((ids, tokens)), unseen, sampled
 
     def _write_tables(self, requests: list[Request], positions: Array) -> Array:
         """Write the blocks that tokens at `positions`, one of each request, are the first in; return whose they are."""

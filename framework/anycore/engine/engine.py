@@ -90,7 +90,7 @@ class Engine:
             Overloaded: the queue is full.
             BadRequest: it does not fit this engine; nothing was admitted.
         """
-        self._admission.check(new, grammars=self.grammars is not None, texts=self.texts is not None)
+        ids = self._admission.check(new, grammars=self.grammars is not None, texts=self.texts is not None)
         if new.id in self._requests:
             raise BadRequest(f"request id {new.id!r} is in use", param="request_id")
         if not self.has_room(new):
@@ -99,7 +99,7 @@ class Engine:
         if new.sampling is not None and new.sampling.beams is not None:
             self._begin_search(new, now)
             return
-        sequences = self._admission.sequences(new, now)
+        sequences = self._admission.sequences(new, ids, now)
         for sequence in sequences:
             sequence.leader = sequences[0] if sequence.index and self.pool else None
         self._requests[new.id] = sequences

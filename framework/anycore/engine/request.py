@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -317,8 +318,8 @@ class Request:
         "_num_tokens",
         "arrival",
         "blocks",
-        "chain",
         "cached",
+        "chain",
         "deadline",
         "decodes",
         "eos_ids",
@@ -348,7 +349,10 @@ class Request:
         "tokens",
     )
 
-    def __init__(self, new: NewRequest, index: int, arrival: int, max_total: int) -> None:
+    def __init__(
+        self, new: NewRequest, index: int, arrival: int, max_total: int, ids: array[int] | None = None
+    ) -> None:
+        """`ids`: those of the prompt, if they are at hand."""
         self.new = new
         self.id = new.id
         self.index = index  # of the sequence within the request
@@ -356,8 +360,8 @@ class Request:
         self.max_total = max_total  # tokens at most, prompt included
         # Tokens, and how far they are computed.
         self.is_pooled = new.task is not Task.GENERATE
-        # Prompt, then the output that the host has seen. What is pooled has no output: the list stays the caller's.
-        self.tokens = new.token_ids if self.is_pooled else list(new.token_ids)
+        # The prompt, then the output that the host has seen.
+        self.tokens = array("q", new.token_ids) if ids is None else ids[:]
         self.num_prompt = len(new.token_ids)
         self._num_computed = 0
         self._num_tokens = self.num_prompt

@@ -233,7 +233,7 @@ class Runner:
         for request, start, count in launched.wanted.prompt:
             assert request.new.sampling is not None
             assert request.new.sampling.prompt_logprobs is not None
-            targets = request.tokens[start + 1 : start + 1 + count]
+            targets = request.tokens[start + 1 : start + 1 + count].tolist()
             hidden = launched.output.rows[at : at + count]
             found.append((request, start, self._score_prompt(hidden, targets, request.new.sampling.prompt_logprobs)))
             at += count

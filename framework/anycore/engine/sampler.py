@@ -278,7 +278,7 @@ class Sampler:
             return
         self._counted[request.seat] = request
         row = counts[request.seat]
-        output = self._longs(request.tokens[request.num_prompt :])
+        output = self._longs(request.tokens[request.num_prompt :].tolist())
         row.copy_(torch.bincount(output, minlength=self.vocab))
         row[self._longs(sorted(set(request.tokens[: request.num_prompt])))] += IN_PROMPT
 
@@ -359,4 +359,4 @@ def _lasts(request: Request) -> float:
 def _completes(word: tuple[int, ...], request: Request) -> bool:
     """Whether the next token could complete this bad word. All tokens are known: such requests need the host."""
     before = list(word[:-1])
-    return not before or request.tokens[request.num_prompt :][-len(before) :] == before
+    return not before or request.tokens[request.num_prompt :].tolist()[-len(before) :] == before

@@ -104,7 +104,7 @@ class Search:
         requests = []
         for index, beam in enumerate(live):
             request = Request(new, index, self._arrival, len(new.token_ids) + length)
-            request.tokens += beam.token_ids
+            request.tokens.extend(beam.token_ids)
             request.num_tokens = len(request.tokens)
             request.search, request.eos_ids = self, self._eos_ids
             request.needs_host = bool(params.bad_words_ids)
