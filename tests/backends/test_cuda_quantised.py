@@ -15,6 +15,7 @@ from anycore.contract.check_weights import check_quantised, exact_rows, fp8_weig
 from anycore.contract.weights import Int4Weight, QuantisedWeight
 from anycore_cuda.kernels import quantised_linear, quantised_wide
 from anycore_cuda.kernels.int4 import nibble_matvec
+from anycore_cuda.kernels.int4 import shape_of as vector_shape
 from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import dense_product, dense_rows
 from anycore_cuda.kernels.quantised_products import product
@@ -126,13 +127,14 @@ def test_one_row_with_all_around_it(shape: tuple[int, int]) -> None:
         torch.testing.assert_close(out.double(), exact, rtol=room, atol=room)
 
 
+@pytest.mark.parametrize("shape", [(4, 16, 1, 2), (8, 16, 1, 1), vector_shape(1 << 16, 1100)], ids=str)
 @pytest.mark.parametrize("gate", [None, "silu"])
-def test_a_program_goes_from_tile_to_tile(gate: str | None) -> None:
+def test_a_program_goes_from_tile_to_tile(gate: str | None, shape: tuple[int, int, int, int]) -> None:
     generator = torch.Generator().manual_seed(4)
-    weight = int4_weight((22, 1100), 1100, torch.float16, generator)  # six tiles of three turns, by two programs
+    weight = int4_weight((22, 1100), 1100, torch.float16, generator)  # three or six tiles of three turns, none full
     packed = opened().ops.pack(weight)
     x = torch.randn(1, 1100, generator=generator).half()
-    out = nibble_matvec(fix(x, packed)[0], packed, None, torch.float32, 1, gate, shape=(4, 16, 1, 2))
+    out = nibble_matvec(fix(x, packed)[0], packed, None, torch.float32, 1, gate, shape=shape)
     exact = x.double() @ exact_rows(weight).T
     if gate:
         exact = torch.nn.functional.silu(exact[:, :11]) * exact[:, 11:]

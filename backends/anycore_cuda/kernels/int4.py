@@ -135,6 +135,8 @@ def shape_of(rows: int, columns: int) -> tuple[int, int, int, int]:
     """Rows and vectors of 32 numbers a turn, and warps of a program, 16 bytes a thread and row; and how many programs
     a processor runs at a time: as measured to be fast on an H200 (ci/bench/h200).
     """
+    if rows >= 1 << 16:  # a vocabulary's
+        return 8, 16, 1, 24
     if rows >= 1 << 14:
         return 4, 128, 4, 5
     if columns > 4096:
