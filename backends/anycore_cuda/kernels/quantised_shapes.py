@@ -57,7 +57,7 @@ def shape_of(weight: Packed, rows: int, processors: int, shared: int = SHARED) -
     return Shape(tile, each, turn, 8 if tile * each >= 128 * 128 else 4, stages, splits)
 
 
-WIDE = ((96, 64, 32), (128, 128, 0), (144, 128, 16), (160, 128, 32), (192, 128, 64))
+COUNTS = ((96, 64, 32), (128, 128, 0), (144, 128, 16), (160, 128, 32), (192, 128, 64))
 """Up to so many rows, in two counts."""
 
 
@@ -66,7 +66,7 @@ def _wide(weight: Packed, rows: int, processors: int) -> Shape:
     all of them. As many tiles as keep all processors busy are whole, what is left over is split among them.
     """
     outputs, columns = weight.shape
-    each, more = next(((each, more) for most, each, more in WIDE if rows <= most), (128, 0))
+    each, more = next(((each, more) for most, each, more in COUNTS if rows <= most), (128, 0))
     # Of the matrix a turn less is under way than of the rows: words, and scales of narrow groups twice as much.
     matrix = 128 * 192
     stages = min(3, (SHARED + matrix) // ((each + more) * 2 * 128 + matrix))
