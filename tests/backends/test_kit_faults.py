@@ -17,6 +17,7 @@ from anycore.contract.backend import Backend, KVSpec, Limits, StepFn, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.ops import Ops
 from anycore.engine.blocks import BlockPool
+from anycore.engine.committer import Committer
 from anycore.engine.engine import Engine
 from anycore.plugins import load
 from anycore_cpu.memory import CpuMemory
@@ -136,25 +137,25 @@ def loses_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def swaps_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go to their neighbours when there are three."""
-    generated = Engine._generated
+    generated = Committer._generated
 
-    def swapped(engine: Engine, results: Any) -> Any:
+    def swapped(committer: Committer, results: Any) -> Any:
         if len(results.tokens) == 3:
             results.tokens = results.tokens[1:] + results.tokens[:1]
-        return generated(engine, results)
+        return generated(committer, results)
 
-    monkeypatch.setattr(Engine, "_generated", swapped)
+    monkeypatch.setattr(Committer, "_generated", swapped)
 
 
 def overlooks_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not finite is taken for a result."""
-    generated = Engine._generated
+    generated = Committer._generated
 
-    def blind(engine: Engine, results: Any) -> Any:
+    def blind(committer: Committer, results: Any) -> Any:
         results.finite = [True] * len(results.finite)
-        return generated(engine, results)
+        return generated(committer, results)
 
-    monkeypatch.setattr(Engine, "_generated", blind)
+    monkeypatch.setattr(Committer, "_generated", blind)
 
 
 def hides_losses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def hides_losses(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             return step(engine)
         except endtoend_faults.DeviceLost:
-            for name in list(engine._requests):
+            for name in list(engine._live.requests):
                 engine.abort(name)
             return []
 

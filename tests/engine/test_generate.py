@@ -333,7 +333,7 @@ def test_m12_state_returns_to_its_baseline(t_lm: Path) -> None:
         made.step()
         made.abort("dropped")
         finish(made)
-    assert not made._requests
+    assert not made._live.requests
     assert not made.scheduler.waiting
     assert not made.scheduler.running
     assert made.pool is not None
