@@ -67,9 +67,18 @@ INLINE void store_one(bf16* to, float value) {
 
 INLINE Floats load(const float* from) { return load_as<Floats>(from); }
 
-INLINE Floats load(const bf16* from) {
-    return reinterpret_cast<Floats>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
+// 16 bits each, without sign. GCC 12 makes five instructions of a conversion by __builtin_convertvector.
+INLINE Words load_words(const uint16_t* from) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Words>(_mm512_maskz_cvtepu16_epi32(0xffff, load_as<__m256i>(from)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(load_as<__m128i>(from)));
+#else
+    return __builtin_convertvector(load_as<Halves>(from), Words);
+#endif
 }
+
+INLINE Floats load(const bf16* from) { return reinterpret_cast<Floats>(load_words(from) << 16); }
 
 // Of 16 bits by IEEE 754.
 INLINE Floats load_half(const uint16_t* from) {
@@ -78,7 +87,7 @@ INLINE Floats load_half(const uint16_t* from) {
 #elif defined(__F16C__)
     return reinterpret_cast<Floats>(_mm256_cvtph_ps(load_as<__m128i>(from)));
 #else
-    const Words bits = __builtin_convertvector(load_as<Halves>(from), Words);
+    const Words bits = load_words(from);
     const Words wide = (bits & 0x7fff) << 13 | (bits & 0x8000) << 16;
     return reinterpret_cast<Floats>(wide) * 0x1p112f;
 #endif
