@@ -28,8 +28,9 @@ IN_USE = [
 OTHERS = [
     (3584, 3584, False, 144, Shape(256, 64, 132, 8, 4)),
     (37888, 3584, True, 144, Shape(128, 64, 132, 8, 4, ahead=4)),
+    (1152, 896, False, 32, Shape(64, 64, 126, 4, 4, last=True, ahead=2)),
 ]
-"""Of more rows, which are held in two parts."""
+"""Of more rows, which are held in two parts, and one whose programs both ask ahead and join."""
 
 
 def stack_of(kernel: Any) -> int:

@@ -172,10 +172,10 @@ def _product(
     if EARLY and AHEAD:
         tile = own if waves else begin // turns
         column = 0 if waves else begin % turns * COLUMNS
-        row = tile * OUTS + tl.arange(0, OUTS)
-        _ask(weight_ptr, row, column, outs, width, AHEAD)
+        soon = tile * OUTS + tl.arange(0, OUTS)
+        _ask(weight_ptr, soon, column, outs, width, AHEAD)
         if GATE is not None:
-            _ask(weight_ptr, outs + row, column, 2 * outs, width, AHEAD)
+            _ask(weight_ptr, outs + soon, column, 2 * outs, width, AHEAD)
     wait(EARLY)
 
     while turn < end:
