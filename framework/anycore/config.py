@@ -170,6 +170,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choices(self)
         for name in (
             "max_model_len",
@@ -346,6 +347,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choices(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, not {self.port}", param="port")
@@ -389,9 +391,32 @@ class ServerConfig:
             )
 
 
+KINDS: dict[str, type] = {
+    "str": str, "int": int, "float": float, "bool": bool, "tuple[str, ...]": tuple, "tuple[int, ...]": tuple
+}  # fmt: skip
+WORDS = {str: "text", int: "a whole number", float: "a number", bool: "True or False", tuple: "a list"}
+
+
 def flag(name: str) -> str:
     """The command-line spelling of a field."""
     return "--" + name.replace("_", "-")
+
+
+def check_types(config: Any) -> None:
+    """Raise ConfigError for a field whose value is not of its type: Python's callers may hand in anything.
+
+    A list becomes a tuple, and a whole number stands for a number.
+    """
+    for item in fields(config):
+        value = getattr(config, item.name)
+        name, _, optional = str(item.type).partition(" | ")  # as written: annotations are text
+        kind = KINDS[name]
+        if type(value) is kind or (value is None and optional):
+            continue
+        if kind is tuple and isinstance(value, list):
+            object.__setattr__(config, item.name, tuple(value))
+        elif isinstance(value, bool) or not isinstance(value, int if kind is float else kind):
+            raise ConfigError(f"{flag(item.name)} must be {WORDS[kind]}, not {value!r}", param=item.name)
 
 
 def check_choices(config: Any) -> None:

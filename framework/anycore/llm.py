@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -15,22 +16,24 @@ from anycore import plugins
 from anycore.chats import Chats, GenerateOutput, ToolLike
 from anycore.config import ModelConfig
 from anycore.contract.declare import Task
+from anycore.engine.callers import Caller, Callers
 from anycore.engine.defaults import sampling_defaults
 from anycore.engine.grammar import Grammars
 from anycore.engine.launch import prepare
 from anycore.engine.pooling import comparable, similarity
 from anycore.engine.request import Beams, Delta, FinishReason, NewRequest, PoolingParams, SamplingParams
 from anycore.engine.searches import Texts
-from anycore.errors import AnycoreError, BadRequest, TaskNotSupported
+from anycore.errors import AnycoreError, BadRequest, ContextLengthExceeded, TaskNotSupported
 from anycore.models.source import Progress
+from anycore.ranks.engines import LeadingEngine
 from anycore.ranks.leader import open_model
 from anycore.text.detokenizer import Detokenizer
+from anycore.text.given import Prompt, listed, prompts_of, text_of, texts_of
 from anycore.text.grammar import vocabulary_of
 from anycore.text.render import Rendered, Renderer
 from anycore.text.replies.form import Formats
 from anycore.toolbox import ToolConfig
 
-Prompt = str | list[int]
 Message = dict[str, Any]
 Vector = NDArray[np.float32]
 
@@ -39,7 +42,9 @@ STEPS_AHEAD = 2
 
 
 class LLM:
-    """A model opened for one task.
+    """A model opened for one task. Several threads may use it: what they ask for is computed together.
+
+    As a context it is closed at the end.
 
     Args:
         model: folder, GGUF file, hub id, modelscope:ID or pkg:NAME.
@@ -51,11 +56,13 @@ class LLM:
         AnycoreError: the model cannot be served; the message says what to change.
     """
 
-    def __init__(self, model: str, *, task: str = "auto", progress: Progress | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str], *, task: str = "auto", progress: Progress | None = None, **settings: Any
+    ) -> None:
         unknown = set(settings) - set(ModelConfig.__slots__)
         if unknown:
             raise TypeError(f"LLM has no settings {', '.join(sorted(unknown))}; see anycore.config.ModelConfig")
-        config = ModelConfig(model=model, task=task, **settings)
+        config = ModelConfig(model=os.fspath(model), task=task, **settings)
         if gc.get_freeze_count():  # engines put what is alive beyond the collector: one that was dropped goes now
             gc.unfreeze()
             gc.collect()
@@ -64,6 +71,8 @@ class LLM:
         self.task = prepared.task
         self.spec = prepared.spec
         self.engine = open_model(prepared, progress)
+        self._callers = Callers(self.engine)
+        self._closed = False
         self.engine.grammars = Grammars(lambda: vocabulary_of(prepared.source, prepared.spec))
         longest = self.engine.limits.max_model_len
         self.renderer = Renderer(prepared.source, prepared.spec, longest, config.chat_template)
@@ -75,6 +84,26 @@ class LLM:
         self._names = itertools.count()
         self._progress = progress
 
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the model's memory back now. Nothing can be asked of it any more; to close it again is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        if isinstance(self.engine, LeadingEngine):
+            self.engine.close()
+        del self.engine, self._callers
+        frozen = gc.get_freeze_count()
+        gc.unfreeze()
+        gc.collect()
+        if frozen:  # for other models of this process
+            gc.freeze()
+
     @property
     def tokenizer(self) -> Any:
         """The tokenizer, for its `encode` and `decode`."""
@@ -83,16 +112,23 @@ class LLM:
     # --- generate -----------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[GenerateOutput]:
-        """Complete prompts (texts or token ids), all together; one output each, in order."""
+        """Complete prompts (texts or token ids, also as arrays), all together; one output each, in order.
+
+        Raises:
+            BadRequest: one of them is wrong; `param` names it, and nothing was computed.
+        """
         self._need(Task.GENERATE)
-        items = _listed(prompts)
-        return self._complete([self.renderer.text(item) for item in items], self._sampling(params, len(items)))
+        items = prompts_of(prompts, "prompts")
+        sampling = self._sampling(params, len(items))
+        names = _names("prompt", len(items))
+        rendered = [self.renderer.text(item, param=name) for item, name in zip(items, names, strict=True)]
+        return self._complete(rendered, sampling)
 
     def beam_search(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         *,
         width: int,
         max_tokens: int | None = None,
@@ -141,23 +177,23 @@ class LLM:
         self._need(Task.GENERATE)
         rendered = self.renderer.chat(messages, **options)
         sampling = self._sampling(params, 1)[0]
-        request = self._request(rendered, sampling=sampling)
-        self.engine.add(request)
         text = Detokenizer(self.renderer.tokenizer, sampling, rendered.token_ids)
-        try:
-            for delta in self._deltas():
-                piece = text.feed(delta.token_ids, delta.finish, delta.all_text)
-                if piece.text:
-                    yield piece.text
-                if piece.stop is not None:
-                    return
-        finally:
-            self.engine.abort(request.id)
+        with Caller(self._callers) as caller:
+            caller.add(self._request(rendered, sampling=sampling))
+            while caller.open:
+                for delta in caller.step():
+                    _raise_for(delta)
+                    piece = text.feed(delta.token_ids, delta.finish, delta.all_text)
+                    if piece.text:
+                        yield piece.text
+                    if piece.stop is not None:
+                        return
 
     def _complete(
         self, rendered: list[Rendered], sampling: list[SamplingParams], kept: Sequence[frozenset[int]] = ()
     ) -> list[GenerateOutput]:
         """Generate, all together. `kept` are special tokens that stay in the text of each."""
+        self._check_first(rendered, sampling)
         requests = [self._request(item, sampling=params) for item, params in zip(rendered, sampling, strict=True)]
         outputs: dict[str, list[GenerateOutput]] = {}
         texts: dict[str, list[Detokenizer]] = {}
@@ -169,10 +205,11 @@ class LLM:
             texts[request.id] = [
                 Detokenizer(self.renderer.tokenizer, request.sampling, request.token_ids, stays) for _ in range(count)
             ]
-        for delta in self._run(requests, len(requests)):
-            output = outputs[delta.id][delta.index]
-            if output.finish_reason is None and self._extend(output, texts[delta.id][delta.index], delta):
-                self.engine.abort(delta.id, delta.index)
+        with Caller(self._callers) as caller:
+            for delta in self._run(caller, requests, len(requests)):
+                output = outputs[delta.id][delta.index]
+                if output.finish_reason is None and self._extend(output, texts[delta.id][delta.index], delta):
+                    caller.end(delta.id, delta.index)
         whole = [outputs[request.id] for request in requests]
         for first, *others in whole:
             first.others = others
@@ -202,15 +239,35 @@ class LLM:
             params = msgspec.structs.replace(SamplingParams(), **self._defaults.values)
         if isinstance(params, SamplingParams):
             return [params] * count
-        if len(params) != count:
-            raise BadRequest(f"{len(params)} sampling parameters for {count} prompts", param="params")
-        return list(params)
+        found = listed(params, "params")
+        for i, item in enumerate(found):
+            if not isinstance(item, SamplingParams):
+                raise BadRequest(f"params[{i}] must be SamplingParams, not {type(item).__name__}", param="params")
+        if len(found) != count:
+            raise BadRequest(f"{len(found)} sampling parameters for {count} prompts", param="params")
+        return found
+
+    def _check_first(self, rendered: list[Rendered], sampling: list[SamplingParams]) -> None:
+        """Refuse what the engine would refuse of one prompt before the others have been computed for nothing."""
+        if len(rendered) == 1:
+            return
+        longest = self.engine.limits.max_model_len
+        for i, (item, params) in enumerate(zip(rendered, sampling, strict=True)):
+            length, asked = len(item.token_ids), params.max_tokens or 0
+            if length + asked > longest:
+                raise ContextLengthExceeded(
+                    f"prompt[{i}] has {length} tokens, and max_tokens is {asked}: this model takes at most {longest} "
+                    "together",
+                    param=f"prompt[{i}]",
+                )
+        for different in {id(params): params for params in sampling}.values():
+            different.check_vocabulary(self.spec.vocab_size)
 
     # --- embed and rerank ---------------------------------------------------------------------------------------
 
     def embed(
         self,
-        texts: Prompt | Sequence[Prompt],
+        texts: Prompt | Iterable[Prompt],
         *,
         prompt_name: str | None = None,
         dimensions: int | None = None,
@@ -219,31 +276,37 @@ class LLM:
     ) -> list[list[float]]:
         """Return one vector for each text, in order."""
         self._need(Task.EMBED)
-        items = _listed(texts)
-        rendered = self.renderer.each(lambda item: self.renderer.embedding_draft(item, prompt_name, truncate), items)
+        items = prompts_of(texts, "texts")
+        named = list(zip(items, _names("input", len(items)), strict=True))
+        rendered = self.renderer.each(
+            lambda item: self.renderer.embedding_draft(item[0], prompt_name, truncate, param=item[1]), named
+        )
         params = PoolingParams(dimensions=dimensions, normalize=normalize)
         return [vector.tolist() for vector in self._vectors(rendered, len(items), params)]
 
     def rerank(
         self,
         query: str,
-        documents: Sequence[str],
+        documents: str | Iterable[str],
         *,
         instruction: str | None = None,
         top_n: int | None = None,
         truncate: int | bool | None = None,
         raw_scores: bool = False,
     ) -> list[tuple[int, float]]:
-        """Return (index, score) of the documents, the most relevant first; equal scores keep their order."""
+        """Return (index, score) of the documents, the `top_n` most relevant first; equal scores keep their order."""
         self._need(Task.RERANK)
+        text_of(query, "query")
+        if top_n is not None and (not isinstance(top_n, int) or top_n < 1):
+            raise BadRequest(f"top_n must be a whole number of at least 1, not {top_n!r}", param="top_n")
         scores = self.score(query, documents, instruction=instruction, truncate=truncate, raw_scores=raw_scores)
         order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
         return [(i, scores[i]) for i in order[:top_n]]
 
     def score(
         self,
-        query: str | Sequence[str],
-        documents: Sequence[str],
+        query: str | Iterable[str],
+        documents: str | Iterable[str],
         *,
         instruction: str | None = None,
         truncate: int | bool | None = None,
@@ -251,18 +314,21 @@ class LLM:
     ) -> list[float]:
         """Return the relevance of each document to the query, in order; of several queries each has its document."""
         self._need(Task.RERANK)
-        queries = [query] * len(documents) if isinstance(query, str) else list(query)
-        if len(queries) != len(documents):
-            raise BadRequest(f"{len(queries)} queries for {len(documents)} documents", param="query")
+        texts = texts_of(documents, "documents")
+        queries = [query] * len(texts) if isinstance(query, str) else texts_of(query, "query")
+        if len(queries) != len(texts):
+            raise BadRequest(f"{len(queries)} queries for {len(texts)} documents", param="query")
         if self.spec.score is not None and self.spec.score.kind == "cosine":
-            return self._cosines(queries, documents, instruction, truncate)
+            return self._cosines(queries, texts, instruction, truncate)
         if self.spec.score is not None and self.spec.score.labels > 2:
             raise TaskNotSupported(
                 f"the model has {self.spec.score.labels} labels: a score is that of one, or the second of two",
                 param="model",
             )
-        pairs = list(zip(queries, documents, strict=True))
-        rendered = self.renderer.each(lambda pair: self.renderer.pair_draft(*pair, instruction, truncate), pairs)
+        pairs = list(zip(queries, texts, _names("documents", len(texts)), strict=True))
+        rendered = self.renderer.each(
+            lambda pair: self.renderer.pair_draft(pair[0], pair[1], instruction, truncate, param=pair[2]), pairs
+        )
         deltas = self._pooled(rendered, len(pairs), PoolingParams(raw_scores=raw_scores))
         return [delta.scores[-1] for delta in deltas if delta.scores is not None]  # of two labels, "relevant"
 
@@ -272,7 +338,8 @@ class LLM:
         """Score pairs with a bi-encoder; a query that comes often is computed once."""
         different = list(dict.fromkeys(queries))
         asked = self.renderer.each(lambda text: self.renderer.query_draft(text, instruction, truncate), different)
-        answers = self.renderer.each(lambda text: self.renderer.document_draft(text, truncate), documents)
+        named = list(zip(documents, _names("documents", len(documents)), strict=True))
+        answers = self.renderer.each(lambda item: self.renderer.document_draft(item[0], truncate, param=item[1]), named)
         count = len(different) + len(documents)
         vectors = self._vectors(itertools.chain(asked, answers), count, comparable(self.spec))
         of_query = dict(zip(different, vectors, strict=False))
@@ -292,7 +359,8 @@ class LLM:
                 names.append(request.id)
                 yield request
 
-        found = {delta.id: delta for delta in self._run(requests(), count)}
+        with Caller(self._callers) as caller:
+            found = {delta.id: delta for delta in self._run(caller, requests(), count)}
         return [found[name] for name in names]
 
     # --- running ------------------------------------------------------------------------------------------------
@@ -309,40 +377,29 @@ class LLM:
             pooling=pooling,
         )
 
-    def _run(self, requests: Iterable[NewRequest], count: int) -> Iterator[Delta]:
-        """Run requests together, admitting them as the queue allows; whatever happens, none stays behind.
+    def _run(self, caller: Caller, requests: Iterable[NewRequest], count: int) -> Iterator[Delta]:
+        """Run requests together, admitting them as the queue allows.
 
         They may still be in the making: the device works on those that are there.
         """
         queue = iter(requests)
         upcoming = next(queue, None)
-        added: list[str] = []
         finished = 0
-        try:
-            while upcoming is not None or self.engine.has_work():
-                rows = STEPS_AHEAD * self.engine.limits.max_num_batched_tokens
-                while upcoming is not None and rows > 0 and self.engine.has_room(upcoming):
-                    self.engine.add(upcoming)
-                    added.append(upcoming.id)
-                    rows -= len(upcoming.token_ids)
-                    upcoming = next(queue, None)
-                for delta in self.engine.step():
-                    _raise_for(delta)
-                    finished += delta.finish is not None and delta.index == 0
-                    yield delta
-                if self._progress is not None:
-                    self._progress("requests", finished / count)
-        finally:
-            for name in added:
-                self.engine.abort(name)
-
-    def _deltas(self) -> Iterator[Delta]:
-        while self.engine.has_work():
-            for delta in self.engine.step():
+        while upcoming is not None or caller.open:
+            rows = STEPS_AHEAD * self.engine.limits.max_num_batched_tokens
+            while upcoming is not None and rows > 0 and caller.add(upcoming, wait=True):
+                rows -= len(upcoming.token_ids)
+                upcoming = next(queue, None)
+            for delta in caller.step():
                 _raise_for(delta)
+                finished += delta.finish is not None and delta.index == 0
                 yield delta
+            if self._progress is not None:
+                self._progress("requests", finished / count)
 
     def _need(self, task: Task) -> None:
+        if self._closed:
+            raise AnycoreError("this model was closed: open it again")
         if self.task is not task:
             raise TaskNotSupported(
                 f"this model was opened to {self.task.value}, not to {task.value}: LLM(..., task={task.value!r})"
@@ -354,10 +411,6 @@ def _raise_for(delta: Delta) -> None:
         raise AnycoreError(delta.error or "the request failed", code=delta.error_code)
 
 
-def _listed(items: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list. A list of ints is one prompt of token ids."""
-    if isinstance(items, str):
-        return [items]
-    if items and isinstance(items[0], int):
-        return [list(items)]  # type: ignore[arg-type]
-    return list(items)  # type: ignore[arg-type]
+def _names(field: str, count: int) -> list[str]:
+    """What each input is called in messages: by its number, if there are several."""
+    return [field] if count == 1 else [f"{field}[{i}]" for i in range(count)]

@@ -181,3 +181,25 @@ def test_the_process_ends_with_its_sandbox() -> None:
     assert process.poll() is None
     del box
     assert process.poll() is not None
+
+
+class Interrupted:
+    """A pipe whose writer gets Ctrl-C when a job has gone through."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.write, self.close, self._flush = pipe.write, pipe.close, pipe.flush
+
+    def flush(self) -> None:
+        self._flush()
+        raise KeyboardInterrupt
+
+
+def test_a_job_that_is_broken_off_leaves_no_answer_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next conversation was given its prompt."""
+    box = Sandbox()
+    assert template("first", box).render([]) == "first"
+    with monkeypatch.context() as patch:
+        patch.setattr(box._process, "stdin", Interrupted(box._process.stdin))  # type: ignore[union-attr]
+        with pytest.raises(KeyboardInterrupt):
+            template("second", box).render([])
+    assert template("third", box).render([]) == "third"

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -32,6 +33,7 @@ MAX_LOGIT_BIAS = 300
 MAX_LOGPROB_TOKEN_IDS = 128  # as in vLLM
 MAX_WIDTH = 20  # beams, and sequences that the best are chosen from
 MAX_LENGTH_PENALTY = 10.0
+NUMBERS = (int, float)  # what values are in nearly all cases: others are looked at more closely
 
 
 class Beams(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +53,7 @@ class Beams(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        _within("best_of", self.width, 1, MAX_WIDTH)
+        _whole("best_of", self.width, 1, MAX_WIDTH)
         _within("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
 
 
@@ -73,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0  # -2..2; output only
     frequency_penalty: float = 0.0  # -2..2; output only
     seed: int | None = None  # 64 bits, signed
-    stop: tuple[str, ...] = ()  # at most 4 strings
+    stop: tuple[str, ...] = ()  # at most 4 strings; a string alone is one
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -89,23 +91,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     beams: Beams | None = None  # temperature and what filters draws do not count then, penalties and bans do
 
     def __post_init__(self) -> None:
-        _within("n", self.n, 1, MAX_N)
+        _whole("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 0, 2**31)
-        _within("min_tokens", self.min_tokens, 0, 2**31)
+            _whole("max_tokens", self.max_tokens, 0, 2**31)
+        _whole("min_tokens", self.min_tokens, 0, 2**31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(
                 f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", param="min_tokens"
             )
         _within("temperature", self.temperature, 0, 2)
         _within("top_p", self.top_p, 0, 1)
-        _within("top_k", self.top_k, -1, 2**31)
+        _whole("top_k", self.top_k, -1, 2**31)
         _within("min_p", self.min_p, 0, 1)
         _within("presence_penalty", self.presence_penalty, -2, 2)
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100)  # logits are divided by it
         if self.seed is not None:
-            _within("seed", self.seed, -(2**63), 2**63 - 1)
+            _whole("seed", self.seed, -(2**63), 2**63 - 1)
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        if self.stop != ():
+            _all_are("stop", self.stop, str)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+            if getattr(self, name):
+                _all_are(name, getattr(self, name), int)
         if len(self.stop) > MAX_STOP:
             raise BadRequest(f"stop takes at most {MAX_STOP} strings, {len(self.stop)} given", param="stop")
         if any(not s for s in self.stop):
@@ -120,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _within("logit_bias", value, -100, 100)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _within(name, getattr(self, name), 0, MAX_LOGPROBS)
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.logprob_token_ids:
             self._check_named()
         if self.beams is not None:
@@ -436,6 +445,27 @@ class Status(str, Enum):
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
-    """Raise BadRequest unless low ≤ value ≤ high; NaN fails."""
+    """Raise BadRequest unless value is a number and low ≤ value ≤ high; NaN fails."""
+    if type(value) not in NUMBERS and (not isinstance(value, Real) or isinstance(value, bool)):
+        raise BadRequest(f"{name} must be a number, not {value!r}", param=name)
     if not low <= value <= high:
         raise BadRequest(f"{name} must be between {low} and {high}, not {value}", param=name)
+
+
+def _whole(name: str, value: int, low: int, high: int) -> None:
+    """Raise BadRequest unless value is a whole number and low ≤ value ≤ high."""
+    if type(value) is not int and isinstance(value, Real) and not isinstance(value, Integral):
+        raise BadRequest(f"{name} must be a whole number, not {value!r}", param=name)
+    _within(name, value, low, high)
+
+
+def _all_are(name: str, values: Any, kind: type) -> None:
+    """Raise BadRequest unless values are several, each of a kind: texts, or token ids."""
+    what = "texts" if kind is str else "token ids"
+    if not isinstance(values, list | tuple | set | frozenset | dict):
+        raise BadRequest(f"{name} must hold {what}, not be {values!r}", param=name)
+    for value in values:
+        if type(value) is not kind and (
+            isinstance(value, bool) or not isinstance(value, str if kind is str else Integral)
+        ):
+            raise BadRequest(f"{name} must hold {what}, not {value!r}", param=name)

@@ -56,6 +56,9 @@ class Sandbox:
                 reply = process.stdout.readline()
             except BrokenPipeError:
                 reply = b""
+            except BaseException:  # such as Ctrl-C: the next job must not be told what this one asked for
+                stop(process)
+                raise
             if not reply.endswith(b"\n"):
                 stop(process)
                 raise TemplateFailed(
