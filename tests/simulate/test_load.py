@@ -124,14 +124,6 @@ def test_no_more_are_open_than_may_be(places: int) -> None:
     assert sorted(found.sent) == freed
 
 
-def test_the_front_takes_one_request_after_the_other() -> None:
-    load = [Conversation(0.0, [Turn(range(1000 * n, 1000 * n + 10), 1)]) for n in range(1, 4)]
-    plain = Fleet(SETTINGS, [seconds]).run(load)
-    assert list(plain.end) == [pytest.approx(0.13)] * 3
-    slow = Fleet(SETTINGS, [seconds], front=1.0).run(load)
-    assert list(slow.end) == [pytest.approx(1.11), pytest.approx(2.11), pytest.approx(3.11)]
-
-
 def test_replicas_are_chosen_as_the_server_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same choices as with the real hashes of the tokens, from the same loads."""
     fleet = Fleet(SETTINGS, [seconds] * 3)

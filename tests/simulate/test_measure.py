@@ -64,6 +64,7 @@ def test_what_takes_long_to_launch_is_charged_to_the_step_that_does(small: Path)
     steps = Meter(made, SamplingParams(ignore_eos=True), 0.1, lambda: paced.now).run()
     for step in steps:
         wanted = 8.0 if step.chunks else 0.5
+        assert step.launch == [pytest.approx(8.0 if step.chunks else 0.1)] * len(step.seconds), step
         assert sorted(step.seconds)[len(step.seconds) // 2] == pytest.approx(wanted, abs=0.51), step
 
 
@@ -100,6 +101,10 @@ def test_from_measured_steps_to_a_prediction(small: Path, tmp_path: Path, capsys
     assert (times.model, times.backend, times.dtype, times.overlap, times.ranks) == (model, "cpu", "float32", False, 1)
     assert times.limits["max_num_batched_tokens"] == 64
     assert times.sampling["ignore_eos"] is True
+    assert times.front is not None
+    assert 1e-5 < times.front.request < 1.0
+    assert times.front.wake + times.front.chunk > 1e-6
+    assert not any(step.launch for step in times.steps)  # they are launched when they are computed
 
     load = (
         "--step-times",
@@ -116,6 +121,7 @@ def test_from_measured_steps_to_a_prediction(small: Path, tmp_path: Path, capsys
     assert main(["simulate", model, *load, "--rate", "1,40", *judged, "--processes", "1", "--plot", str(plot)]) == 0
     text = capsys.readouterr().out
     assert "40 answered" in text
+    assert "of 1 process, " in text
     assert "cost of a million" in text
     assert "the fit misses measured steps by" in text
     assert plot.read_text().count("<svg") > 3

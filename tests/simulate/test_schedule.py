@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from anycore.errors import Overloaded
 from anycore.simulate.arrivals import PRIVATE, Conversation, Turn
 from anycore.simulate.engine import Sequence, Settings, VirtualEngine
 from anycore.simulate.fleet import Fleet
+from anycore.simulate.steptime import StepTime
 
 Log = list[tuple[float, list[tuple[str, int, int]]]]
 
@@ -34,6 +36,20 @@ Log = list[tuple[float, list[tuple[str, int, int]]]]
 def seconds(step: Step) -> float:
     """Some function of all that a step is made of."""
     return 1.0 + 0.01 * step.rows + 0.001 * int(step.positions.sum()) + 0.1 * len(step.chunks)
+
+
+def launching(step: Step) -> float:
+    """Of the host: sometimes longer than the step before takes, and than the step itself."""
+    return 0.05 + 4.0 * len(step.chunks)
+
+
+class Launched:
+    """Seconds of steps that the host takes its time to launch."""
+
+    launching = staticmethod(launching)
+
+    def __call__(self, step: Step) -> float:
+        return seconds(step)
 
 
 def watch(scheduler: Scheduler, log: Log, clock: Any) -> None:
@@ -49,9 +65,11 @@ def watch(scheduler: Scheduler, log: Log, clock: Any) -> None:
     scheduler.schedule = noted  # type: ignore[method-assign]
 
 
-def run_real(made: Engine, talks: list[Conversation]) -> tuple[Log, dict[str, float], int]:
+def run_real(
+    made: Engine, talks: list[Conversation], host: Callable[[Step], float] = lambda step: 0.0
+) -> tuple[Log, dict[str, float], int]:
     """What the real engine schedules, when each request ended, and how many it refused."""
-    paced = Paced(made.runner, seconds)
+    paced = Paced(made.runner, seconds, host)
     made.runner, made._clock = paced, lambda: paced.now  # type: ignore[assignment]
     log: Log = []
     watch(made.scheduler, log, lambda: paced.now)
@@ -73,8 +91,10 @@ def run_real(made: Engine, talks: list[Conversation]) -> tuple[Log, dict[str, fl
     return log, ended, refused
 
 
-def run_simulated(settings: Settings, talks: list[Conversation]) -> tuple[Log, list[float], Fleet]:
-    fleet = Fleet(settings, [seconds])
+def run_simulated(
+    settings: Settings, talks: list[Conversation], step_time: StepTime = seconds
+) -> tuple[Log, list[float], Fleet]:
+    fleet = Fleet(settings, [step_time])
     log: Log = []
     engine = fleet.engines[0]
     watch(engine.scheduler, log, lambda: engine.next_turn)
@@ -144,6 +164,18 @@ def test_the_schedule_is_the_real_engines(small: Path, name: str, overlap: bool)
         assert seen.cached_tokens > 0
     if name == "chunked":
         assert any(start > 0 and rows > 1 for _, entries in log for _, start, rows in entries)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+def test_what_takes_long_to_launch_is_late_as_in_the_real_engine(small: Path, overlap: bool) -> None:
+    """Results of the step before wait while the host launches the next one, and requests are seen later."""
+    made = real_engine(small, overlap=overlap, max_num_batched_tokens=24, max_num_seqs=4)
+    talks = talks_of(seed=11, every=6.0)
+    log, ended, _ = run_real(made, talks, launching)
+    simulated, ends, _ = run_simulated(Settings(made.limits, overlap), talks, Launched())
+    assert simulated == log
+    assert sorted(ends) == sorted(ended.values())
+    assert ends != run_simulated(Settings(made.limits, overlap), talks)[1]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -3,7 +3,8 @@
 No weights are read or fetched. Each row tells seconds, the bytes it has to move, its floating-point operations, and its
 share of the bandwidth that a plain copy reaches on this device (above 1 where a cache helps).
 
-With --steps it loads the model and times whole steps of the engine instead: what `anycore simulate` predicts from.
+With --steps it loads the model and times whole steps of the engine instead, and then what the server's front is busy
+with: what `anycore simulate` predicts from.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from anycore.errors import ConfigError
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 LENGTHS = (128, 512, 1024, 2048, 4096)
 REQUESTS = (1, 8, 32)
+FRONT_SECONDS = 0.1  # of each kind of step, from which on the front is measured twice, too
 
 
 def add_arguments(parser: Parser) -> None:
@@ -107,8 +109,13 @@ def whole_steps(config: ModelConfig, seconds: float) -> int:
     sampling = SamplingParams(**(defaults | {"max_tokens": None, "ignore_eos": True}))  # as servers sample by default
     with show_progress() as progress:
         steps = Meter(engine, sampling, seconds).run(lambda done, of: progress("measure steps", done / of))
-    print(msgspec.json.encode(record(prepared, engine, sampling, steps)).decode())
-    engine.runner.backend.close()
+        found = record(prepared, engine, sampling, steps)
+        engine.runner.backend.close()
+        from anycore.cli import front_times
+
+        progress("measure the front", 0.0)
+        found = msgspec.structs.replace(found, front=front_times.measure(prepared, 1 if seconds < FRONT_SECONDS else 2))
+    print(msgspec.json.encode(found).decode())
     return 0
 
 

@@ -20,6 +20,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from anycore import __version__, plugins
 from anycore.bench import plot
 from anycore.cli import plan, simulate_flags
@@ -33,7 +35,7 @@ from anycore.errors import ConfigError
 from anycore.simulate import measured, report, steptime
 from anycore.simulate.arrivals import Drawn, Recorded
 from anycore.simulate.engine import Settings
-from anycore.simulate.measured import StepTimes
+from anycore.simulate.measured import FrontTimes, StepTimes
 from anycore.simulate.search import Point, fewest
 from anycore.simulate.steptime import Estimated, Fitted
 
@@ -130,6 +132,7 @@ def points_of(options: argparse.Namespace, made: Prepared, times: StepTimes | No
         overlap = False
     settings = Settings(limits, overlap, config.enable_prefix_caching, config.scheduling_policy, config.fair_share,
                         config.max_queued, config.long_prompt_rows)  # fmt: skip
+    front = front_of(options, times)
     points = []
     for rate, places, replicas in product(options.request_rate, options.max_concurrency, options.engines):
         if options.workload != "random":
@@ -141,10 +144,20 @@ def points_of(options: argparse.Namespace, made: Prepared, times: StepTimes | No
             "target": "simulated", "endpoint": "simulated", "model": config.model,
             "request_rate": None if math.isinf(rate) else rate, "workload": options.workload, "seed": options.seed,
         }  # fmt: skip
-        point = Point(requests, settings, step_time, about, dict(options.slo), replicas, options.front_ms / 1e3,
+        point = Point(requests, settings, step_time, about, dict(options.slo), replicas, front, options.api_servers,
                       options.delay_ms / 1e3, places, options.price_per_hour, config.tensor_parallel_size)  # fmt: skip
         points.append(point)
     return points, notes
+
+
+def front_of(options: argparse.Namespace, times: StepTimes | None) -> FrontTimes | None:
+    """What a front is busy with: as given, else as measured; None where that is nothing."""
+    found = (times and times.front) or FrontTimes()
+    if options.front_ms is not None:
+        found = msgspec.structs.replace(found, request=options.front_ms / 1e3, prompt=0.0)
+    if options.front_us is not None:
+        found = msgspec.structs.replace(found, chunk=options.front_us / 1e6, wake=0.0, token=0.0)
+    return found if found.work(1, 1, 1, 1) + found.wake else None
 
 
 def estimated(options: argparse.Namespace, made: Prepared) -> Estimated:

@@ -32,9 +32,14 @@ def add(parser: Parser) -> None:
     group.add_argument("--device-memory", metavar="SIZE", type=quantity, help="that it has, such as 80GiB")
     group.add_argument("--replicas", dest="engines", type=numbers(int), default=[1], metavar="N[,N...]",
                        help="engines among which requests are divided (default: 1)")  # fmt: skip
-    group.add_argument("--front-ms", type=float, default=0.0, metavar="MS",
-                       help="milliseconds that the server's front is busy with each request, one after the other "
-                       "(default: 0)")  # fmt: skip
+    group.add_argument("--api-servers", type=int, default=1, metavar="N",
+                       help="front processes that share the port (default: 1)")  # fmt: skip
+    group.add_argument("--front-ms", type=float, metavar="MS",
+                       help="milliseconds that a front is busy with each request (default: as measured with the steps, "
+                       "else 0)")  # fmt: skip
+    group.add_argument("--front-us", type=float, metavar="US",
+                       help="microseconds that it is busy with each piece of an answer (default: as measured with the "
+                       "steps, else 0)")  # fmt: skip
     group.add_argument("--delay-ms", type=float, default=0.0, metavar="MS",
                        help="milliseconds that each request takes beside that, whatever else is under way "
                        "(default: 0)")  # fmt: skip
@@ -83,8 +88,8 @@ def add_load(parser: Parser) -> None:
 def check(options: argparse.Namespace) -> None:
     """Refuse numbers that make no sense, and flags that contradict each other."""
     options.slo = [pair for word in options.slo for pair in word]
-    least = {"num_prompts": 1, "prefix_len": 0, "num_prefixes": 1, "processes": 1}
-    least |= dict.fromkeys(("front_ms", "delay_ms", "price_per_hour"), 0)
+    least = {"num_prompts": 1, "prefix_len": 0, "num_prefixes": 1, "processes": 1, "api_servers": 1}
+    least |= dict.fromkeys(("front_ms", "front_us", "delay_ms", "price_per_hour"), 0)
     for name, value in {name: getattr(options, name) for name in least}.items():
         if value is not None and not least[name] <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least[name]}, not {value}", param=name)

@@ -1,7 +1,8 @@
 """An engine under a virtual clock: the scheduler and the block pool that a real one has, and a clock for a device.
 
 It takes turns as `Engine.step` does. A backend that overlaps is a step ahead: the next one is scheduled and launched
-while one is computed, so that what arrives meanwhile is seen a step later.
+while one is computed, so that what arrives meanwhile is seen a step later. Results that come while the host still
+launches the next step wait for that.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from anycore.engine.blocks import BlockPool
 from anycore.engine.chains import Chain
 from anycore.engine.request import NewRequest, Request
 from anycore.engine.scheduler import Scheduler, Step
-from anycore.simulate.steptime import StepTime
+from anycore.simulate.steptime import StepTime, launching_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,8 @@ class Keyed(BlockPool):
 class Sequence(Request):
     """A request, and what is noted of it. Moments are seconds of the virtual clock."""
 
-    __slots__ = ("answer", "first", "longest", "replica", "sent", "since", "since_output", "talk", "turn")
+    __slots__ = ("answer", "ended", "first", "front", "longest", "replica", "sent", "shown", "since", "since_output",
+                 "talk", "turn", "widest")  # fmt: skip
 
     def __init__(self, number: int, tokens: list[int], output: int, priority: int, tenant: str, sent: float) -> None:
         new = NewRequest(id=str(number), task=Task.GENERATE, token_ids=tokens, priority=priority, tenant=tenant)
@@ -64,6 +66,10 @@ class Sequence(Request):
         self.since = 0  # the turn from which on it has had a token in each
         self.since_output = 0  # and which token that was
         self.replica = 0  # the engine that has it
+        self.front = 0  # and the front, which knows of the following
+        self.ended = False  # that its last token has come
+        self.shown = math.nan  # when it sent a piece of the answer last
+        self.widest = 0.0  # between two of these
         self.talk: Any = None  # the conversation that it is part of
         self.turn = 0  # and its place in it
 
@@ -96,7 +102,11 @@ class VirtualEngine:
         self.scheduler = Scheduler(limits, self.pool, settings.policy, settings.fair, settings.long_prompt_rows)
         self.seen = Seen()
         self.next_turn = math.inf
+        self.told: list[Sequence] = []  # those that had a token in the last turn, if somebody wants to be told
+        self.tells = False
         self._seconds = seconds
+        self._launching = launching_of(seconds)
+        self._filling = False  # one step is launched, and nothing to wait for before the next
         self._depth = 2 if settings.overlap else 1
         self._inbox: list[Sequence] = []
         self._flight: deque[tuple[Step, float]] = deque()  # launched, and when each will have been computed
@@ -114,17 +124,22 @@ class VirtualEngine:
         finished: list[Sequence] = []
         refused: list[Sequence] = []
         flight = self._flight
-        if flight:
+        if flight and not self._filling:
             finished = self._commit(flight.popleft()[0], now)
+        self._filling = False
         while len(flight) < self._depth:
             if self._inbox:
                 refused += self._admit(now)
             step = self.scheduler.schedule()
             if not step.decodes and not step.chunks:
                 break
-            self._launch(step, now)
+            host = self._launch(step, now)
+            now += host
+            if host and len(flight) < self._depth:
+                self._filling, self.next_turn = True, now
+                return finished, refused
         assert flight or not self.scheduler.waiting, "requests wait and nothing runs"
-        self.next_turn = flight[0][1] if flight else math.inf
+        self.next_turn = max(flight[0][1], now) if flight else math.inf
         return finished, refused
 
     def _admit(self, now: float) -> list[Sequence]:
@@ -140,10 +155,12 @@ class VirtualEngine:
         self._inbox.clear()
         return refused
 
-    def _launch(self, step: Step, now: float) -> None:
+    def _launch(self, step: Step, now: float) -> float:
+        """Launch a step; return the seconds that the host takes for that, with which the device may begin."""
         seconds = self._seconds(step)
-        begins = self._flight[-1][1] if self._flight else now
-        self._flight.append((step, begins + seconds))
+        host = self._launching(step) if self._launching is not None else 0.0
+        begins = max(self._flight[-1][1], now) if self._flight else now
+        self._flight.append((step, max(begins + seconds, now + host)))
         for chunk in step.chunks:
             if chunk.request.preemptions and not chunk.last:
                 assert isinstance(chunk.request, Sequence)
@@ -155,6 +172,7 @@ class VirtualEngine:
         seen.running += len(self.scheduler.running) * seconds
         seen.kv_most = max(seen.kv_most, used)
         seen.waiting_most = max(seen.waiting_most, len(self.scheduler.waiting))
+        return host
 
     def _commit(self, step: Step, now: float) -> list[Sequence]:
         """Take a step's tokens. This loop runs for every token: it stays short."""
@@ -178,6 +196,8 @@ class VirtualEngine:
         for chunk in step.chunks:
             if chunk.last:
                 self._take(chunk.request, place, now, finished)
+        if self.tells:
+            self.told = [*decodes, *(chunk.request for chunk in step.chunks if chunk.last)]  # type: ignore[misc]
         for request in finished:
             request.longest = max(request.longest, self._longest(request.since, place))
             self.scheduler.remove(request)

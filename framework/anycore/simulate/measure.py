@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -48,6 +48,14 @@ Shape = tuple[int, int, Chunks]
 Progress = Callable[[int, int], None]
 
 
+class Timed(NamedTuple):
+    """A step that has been run."""
+
+    shape: Shape
+    seconds: float
+    launch: float  # of the host, from the begin of its turn until it was launched
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
     """Requests that decode, over a context each, and the prompts that come to them one after the other."""
@@ -60,11 +68,12 @@ class Scene:
 class Watched:
     """A runner that notes what it is given and what it has given back."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, clock: Callable[[], float]) -> None:
         self.runner = runner
         self.began = 0.0  # the turn of the engine that is under way
-        self.launched: deque[tuple[Shape, float]] = deque()  # steps under way, and when their turns began
-        self.done: list[tuple[Shape, float]] = []
+        self.launched: deque[Timed] = deque()  # steps under way; in place of their seconds, when their turns began
+        self.done: list[Timed] = []
+        self._clock = clock
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.runner, name)
@@ -72,8 +81,9 @@ class Watched:
     def launch(self, step: Step, ahead: bool = False) -> Any:
         chunks = tuple((chunk.start, chunk.rows) for chunk in step.chunks)
         shape = (len(step.decodes), int(step.positions.sum()) + len(step.decodes), chunks)
-        self.launched.append((shape, self.began))
-        return self.runner.launch(step, ahead)
+        launched = self.runner.launch(step, ahead)
+        self.launched.append(Timed(shape, self.began, self._clock() - self.began))
+        return launched
 
     def collect(self, launched: Any) -> Any:
         self.done.append(self.launched.popleft())
@@ -97,13 +107,13 @@ class Meter:
         self.engine = engine
         self.sampling = sampling
         self.seconds = seconds
-        self._runner = Watched(engine.runner)
+        self._runner = Watched(engine.runner, clock)
         engine.runner = self._runner  # type: ignore[assignment]
         self._last = 0.0  # when the last results came
         self._names = count()
         self._rng = random.Random(0)
         self._clock = clock
-        self._found: dict[tuple[Scene, int, Chunks], list[tuple[int, float]]] = {}
+        self._found: dict[tuple[Scene, int, Chunks], list[tuple[int, float, float]]] = {}
 
     def run(self, progress: Progress = lambda done, of: None) -> list[Measured]:
         """Measure all scenes twice, the second time in the other order, so that a slow drift meets both ends."""
@@ -115,9 +125,11 @@ class Meter:
             progress(done, len(both))
             self._play(scene)
         progress(len(both), len(both))
+        overlaps = self.engine.runner.backend.overlap
         return [
-            Measured(decodes, round(statistics.fmean(context for context, _ in took)), list(chunks),
-                     [round(seconds, 7) for _, seconds in took])
+            Measured(decodes, round(statistics.fmean(context for context, _, _ in took)), list(chunks),
+                     [round(seconds, 7) for _, seconds, _ in took],
+                     [round(launch, 7) for _, _, launch in took] if overlaps else [])
             for (_, decodes, chunks), took in self._found.items()
         ]  # fmt: skip
 
@@ -141,7 +153,7 @@ class Meter:
         if scene.decodes:
             self._step()
 
-    def _settle(self) -> list[tuple[Shape, float]]:
+    def _settle(self) -> list[Timed]:
         """Step until all prompts are computed."""
         done = []
         while self.engine.scheduler.waiting or self._computing():
@@ -158,8 +170,9 @@ class Meter:
         """Decode so many steps; return the seconds of the last one."""
         seconds = 0.0
         for _ in range(steps):
-            for shape, seconds in self._step():
-                self._note(scene, shape, seconds)
+            for timed in self._step():
+                seconds = timed.seconds
+                self._note(scene, timed)
         return seconds
 
     def _arrive(self, scene: Scene, chunks: Chunks) -> None:
@@ -179,28 +192,28 @@ class Meter:
                 self.engine.add(request)
             done = self._settle()
             lag = 0.0
-            if before and done and not done[0][0][2]:
-                usual, seconds = before[-1][1], done[0][1]
+            if before and done and not done[0].shape[2]:
+                usual, seconds = before[-1].seconds, done[0].seconds
                 lag = seconds - usual if seconds > LAG * usual else 0.0
             for request in requests:
                 self.engine.abort(request.id)
             if not scene.decodes:
                 self._clear()
             if turn == SETTLING:
-                turns = SETTLING + min(self._times(sum(seconds for _, seconds in done)), MOST_PROMPTS)
+                turns = SETTLING + min(self._times(sum(timed.seconds for timed in done)), MOST_PROMPTS)
             if turn >= SETTLING:
-                for shape, seconds in done:
-                    if shape[2]:
-                        self._note(scene, shape, seconds + lag)
+                for timed in done:
+                    if timed.shape[2]:
+                        self._note(scene, timed._replace(seconds=timed.seconds + lag))
                         lag = 0.0
             turn += 1
 
     def _times(self, once: float) -> int:
         return max(LEAST, min(MOST, int(self.seconds / max(once, 1e-6))))
 
-    def _note(self, scene: Scene, shape: Shape, seconds: float) -> None:
-        decodes, context, chunks = shape
-        self._found.setdefault((scene, decodes, chunks), []).append((context, seconds))
+    def _note(self, scene: Scene, timed: Timed) -> None:
+        decodes, context, chunks = timed.shape
+        self._found.setdefault((scene, decodes, chunks), []).append((context, timed.seconds, timed.launch))
 
     # --- the engine ---------------------------------------------------------------------------------------------
 
@@ -227,9 +240,9 @@ class Meter:
     def _computing(self) -> bool:
         """Whether the prompt of a running request is not computed yet, or its results are under way."""
         prompts = any(not request.prefilled for request in self.engine.scheduler.running)
-        return prompts or any(chunks for (_, _, chunks), _ in self._runner.launched)
+        return prompts or any(timed.shape[2] for timed in self._runner.launched)
 
-    def _step(self) -> list[tuple[Shape, float]]:
+    def _step(self) -> list[Timed]:
         """Take a turn of the engine; return the steps whose results came, with their seconds.
 
         A step begins with the turn that launches it, or when the one before it is done if that is later.
@@ -238,7 +251,7 @@ class Meter:
         runner.began = self._clock()
         turn(self.engine)
         now = self._clock()
-        done = [(shape, now - max(began, self._last)) for shape, began in runner.done]
+        done = [timed._replace(seconds=now - max(timed.seconds, self._last)) for timed in runner.done]
         if done:
             self._last = now
             runner.done.clear()

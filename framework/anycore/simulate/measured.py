@@ -21,10 +21,25 @@ class Measured(msgspec.Struct, frozen=True):
     context: int  # tokens that these look back on, together
     chunks: list[tuple[int, int]]  # of prompts: (tokens computed before, rows)
     seconds: list[float]
+    launch: list[float] = []  # of these, what the host took until it had launched it, where devices overlap
 
     @property
     def rows(self) -> int:
         return self.decodes + sum(rows for _, rows in self.chunks)
+
+
+class FrontTimes(msgspec.Struct, frozen=True):
+    """Seconds that a front process is busy."""
+
+    request: float = 0.0  # with each request, from its first byte to the end of its answer
+    prompt: float = 0.0  # and with each token of its prompt
+    wake: float = 0.0  # each time that it wakes for what an engine reports: once a step, unless it is late
+    chunk: float = 0.0  # with each piece of an answer that it sends
+    token: float = 0.0  # and with each token, however many are in a piece
+
+    def work(self, requests: int, prompts: int, chunks: int, tokens: int) -> float:
+        """Seconds of work that so much is, wakes left out."""
+        return self.request * requests + self.prompt * prompts + self.chunk * chunks + self.token * tokens
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +63,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, int]
     sampling: dict[str, Any]
     steps: list[Measured]
+    front: FrontTimes | None = None
 
     @property
     def where(self) -> str:
@@ -55,7 +71,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def about(self) -> dict[str, Any]:
         """All but the steps."""
-        return {name: getattr(self, name) for name in self.__struct_fields__ if name != "steps"}
+        found: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, steps=[]))
+        del found["steps"]
+        return found
 
 
 def read(path: Path) -> StepTimes:

@@ -99,9 +99,13 @@ def spread(name: str, seconds: Vector) -> dict[str, float]:
 
 
 def itl(found: Outcomes) -> dict[str, float]:
-    """Figures of all gaps between tokens: those of a turn are alike, so each is a gap and how often it was seen."""
+    """Figures of all gaps between tokens: those of a turn are alike, so each is a gap and how often it was seen. Where
+    fronts take time it is gaps between the pieces that they sent, as clients see them."""
     gaps, counts = [], []
-    for seen in found.engines:
+    for front in found.fronts:
+        gaps.append(np.array(list(front.gaps), dtype=float) / 1e6)
+        counts.append(np.array(list(front.gaps.values()), dtype=np.int64))
+    for seen in found.engines if not found.fronts else ():
         if seen.ends:
             gaps.append(np.diff(np.frombuffer(seen.ends)))
             counts.append(np.frombuffer(seen.steady, dtype=np.uint32)[1:].astype(np.int64))
@@ -174,6 +178,7 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
     yield f"  preemptions      {row['preemptions']:>12,}"
     yield f"  prefix hits      {row['prefix_hit_share']:>12.1%} of prompt tokens"
     yield f"  busy             {row['busy']:>12.1%}"
+    yield from front_lines(row)
     if "price_per_hour" in row:
         yield f"  cost of a million{row['cost_per_million_output_tokens']:>12,.3f} for output tokens, " \
               f"{row['cost_per_million_tokens']:,.3f} for all"  # fmt: skip
@@ -182,6 +187,21 @@ def lines(row: dict[str, Any]) -> Iterator[str]:
         if f"mean_{name}_ms" in row:
             values = [row[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p90", "p95", "p99")]
             yield f"  {label:24}" + "".join(f"{value:10.2f}" for value in values)
+
+
+def front_lines(row: dict[str, Any]) -> Iterator[str]:
+    if "fronts" not in row:
+        return
+    many = f"{row['fronts']} processes, the busiest of them" if row["fronts"] > 1 else "1 process"
+    yield f"  front busy       {row['front_busy']:>12.1%} of {many}, {row['tokens_per_chunk']:.1f} tokens a piece"
+    if row["front_limits"]:
+        rate = row["output_throughput_of_engines"]
+        if row["fronts_needed"] > row["fronts"]:
+            yield f"  the front is the limit: the {rate:,.0f} tokens/s that the engines would compute take " \
+                  f"{row['fronts_needed']} processes (--api-servers)"  # fmt: skip
+        else:
+            yield f"  the front is the limit, by how connections are divided: {row['fronts_needed']} equal shares of " \
+                  f"{rate:,.0f} tokens/s would be enough"  # fmt: skip
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from anycore.bench.latencies import Slo
+from anycore.simulate import load
 from anycore.simulate.arrivals import Conversation
 from anycore.simulate.engine import Settings
-from anycore.simulate.fleet import Fleet
+from anycore.simulate.fleet import Fleet, Outcomes
+from anycore.simulate.measured import FrontTimes
 from anycore.simulate.report import summarize
 from anycore.simulate.steptime import StepTime
 
@@ -28,25 +30,33 @@ class Point:
     about: dict[str, Any]  # goes into the row as it is
     slo: Slo
     replicas: int = 1
-    front: float = 0.0  # seconds that the front is busy with each request
-    delay: float = 0.0  # and that pass beside that
+    front: FrontTimes | None = None  # what its fronts are busy with; None: they take no time
+    fronts: int = 1
+    delay: float = 0.0  # seconds that pass for each request beside that
     max_concurrency: int | None = None
     price: float | None = None  # of a device and hour
     ranks: int = 1  # devices of an engine
 
     def run(self, replicas: int | None = None) -> dict[str, Any]:
         """Simulate it; return the figures."""
-        step_times = [self.step_time(number) for number in range(replicas or self.replicas)]
-        fleet = Fleet(self.settings, step_times, self.front, self.delay, self.max_concurrency)
-        gc.disable()  # nothing here is in a circle, and looking for one through a million requests takes its time
-        try:
-            found = fleet.run(self.requests)
-        finally:
-            gc.enable()
+        count = replicas or self.replicas
+        found = self._outcomes(count, self.front)
         limits = self.settings.limits
         figures = summarize(found, self.slo, (limits.blocks - 1) * limits.block_size, self.price, self.ranks)
+        if self.front is not None and len(found.end):
+            free = self._outcomes(count, None) if load.is_limit(found) else found
+            figures |= load.figures(found, free, self.front)
         row = self.about | {"max_concurrency": self.max_concurrency, "goodput": self.slo} | figures
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
+
+    def _outcomes(self, replicas: int, front: FrontTimes | None) -> Outcomes:
+        step_times = [self.step_time(number) for number in range(replicas)]
+        fleet = Fleet(self.settings, step_times, front, self.fronts, self.delay, self.max_concurrency)
+        gc.disable()  # nothing here is in a circle, and looking for one through a million requests takes its time
+        try:
+            return fleet.run(self.requests)
+        finally:
+            gc.enable()
 
 
 def fewest(point: Point, share: float, most: int = MOST_REPLICAS) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:

@@ -23,7 +23,13 @@ from anycore.simulate.measured import Measured, StepTimes
 
 Vector = NDArray[np.float64]
 StepTime = Callable[[Step], float]
-"""Seconds of a step."""
+"""Seconds of a step. It may have a method `launching`, of the same kind: how many the host takes to launch the step."""
+
+
+def launching_of(step_time: StepTime) -> StepTime | None:
+    """The host's share, where it is known."""
+    found: StepTime | None = getattr(step_time, "launching", None)
+    return found
 
 
 # --- fitting ------------------------------------------------------------------------------------------------------
@@ -91,6 +97,22 @@ def fit(steps: Sequence[Measured], terms: Sequence[str], context: float = 0.0) -
     return Fit(Line(knots, values), coefficients, tuple(float(value) for value in off))
 
 
+def stairs(steps: Sequence[Measured], most: int) -> list[float]:
+    """What launching takes at 0 … `most` rows: that of the next number of rows that was measured.
+
+    There is no line between them: what is replayed up to a size is launched kernel by kernel above it.
+    """
+    found: dict[int, list[float]] = {}
+    for step in steps:
+        if step.launch:
+            found.setdefault(step.rows, []).append(float(np.median(step.launch)))
+    rows = sorted(found)
+    if not rows:
+        return []
+    medians = [float(np.median(found[row])) for row in rows]
+    return [medians[min(int(np.searchsorted(rows, row)), len(rows) - 1)] for row in range(most + 1)]
+
+
 def knots_of(rows: Vector) -> tuple[int, ...]:
     """The least and the most rows, and powers of two between them next to which something was measured."""
     present = sorted({int(row) for row in rows})
@@ -148,6 +170,7 @@ class Fitted:
         self.mixed = fit(mixed, MIXED, self._context)
         self._decode_rows, self._mixed_rows = self.decode.line.table(most_rows), self.mixed.line.table(most_rows)
         self._terms = tuple(self.mixed.terms[name] for name in MIXED)
+        self._launches = [stairs(kind, most_rows) if times.overlap else [] for kind in (plain, mixed)]
         spread = [s / float(np.median(step.seconds)) for step in times.steps for s in step.seconds]
         self._noise = spread if noise else []
         self._draw = random.Random(f"{seed} 0").random
@@ -175,6 +198,11 @@ class Fitted:
         if self._noise:
             seconds *= self._noise[int(self._draw() * len(self._noise))]
         return seconds
+
+    def launching(self, step: Step) -> float:
+        """Seconds of the host; 0 where none were measured, and on devices that compute while they are told to."""
+        table = self._launches[1 if step.chunks else 0]
+        return table[min(step.rows, len(table) - 1)] if table else 0.0
 
     def quality(self) -> dict[str, Any]:
         """How well the fits meet what was measured: median and greatest relative error of the medians."""
