@@ -399,7 +399,7 @@ class LLM:
 
     def _need(self, task: Task) -> None:
         if self._closed:
-            raise AnycoreError("this model was closed: open it again")
+            raise BadRequest("this model was closed: open it again")
         if self.task is not task:
             raise TaskNotSupported(
                 f"this model was opened to {self.task.value}, not to {task.value}: LLM(..., task={task.value!r})"

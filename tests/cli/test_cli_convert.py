@@ -291,6 +291,10 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     refused(
         capsys, [str(folder), out, "--quantization", "w4a16", "--calibration", str(tmp_path / "no")], "cannot be read"
     )
+    for words in (["--group", "64"], ["--group", "32", "--quantization", "w8a8"]):  # were left out without a word
+        refused(capsys, [str(folder), out, *words], "--group belongs to --quantization w4a16")
+    for words in (["--tables"], ["--keep-dense", "layers.0.*"]):
+        refused(capsys, [str(folder), out, *words], f"{words[0]} belongs to --quantization")
     empty = tmp_path / "empty"
     empty.mkdir()
     refused(capsys, [str(empty), out], "holds no weights")

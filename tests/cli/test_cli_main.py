@@ -89,6 +89,21 @@ def test_an_unknown_command_exits_2_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "there is no command matrx; did you mean matrix?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("words", "code"), [(["bench"], 2), (["bench", "--help"], 0), (["bench", "-h"], 0)])
+def test_the_first_word_of_several_commands_shows_these(
+    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == code
+    out = capsys.readouterr().out
+    assert "usage: anycore bench COMMAND" in out
+    assert all((name in out) == name.startswith("bench ") for name in COMMANDS if " " in name)
+
+
+def test_a_wrong_second_word_is_told_as_it_was_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "server", "--url", "x"]) == 2
+    assert "there is no command bench server; did you mean bench serve?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error", [DoesNotFit("needs 5, has 3"), PluginError("no device")])
 def test_a_deliberate_error_is_one_message_and_its_exit_code(
     error: DoesNotFit | PluginError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

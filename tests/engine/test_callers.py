@@ -13,6 +13,7 @@ import pytest
 
 from anycore import LLM, SamplingParams
 from anycore.engine.callers import Caller
+from anycore.engine.request import Delta
 from anycore.errors import AnycoreError, BadRequest, ContextLengthExceeded, Overloaded
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
@@ -61,7 +62,12 @@ def test_a_stream_that_is_dropped_within_a_step_ends_after_it(llm: LLM, monkeypa
     streams = [llm.stream_chat(HI, GREEDY)]
     next(streams[0])
     step = llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", lambda: (streams.clear(), step())[1])
+
+    def dropping() -> list[Delta]:
+        streams.clear()
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", dropping)
     expected = ids(llm, "The capital")
     monkeypatch.undo()
     assert not llm.engine.has_work()
@@ -94,7 +100,8 @@ def test_one_wrong_prompt_is_named_before_others_are_computed(llm: LLM) -> None:
     with pytest.raises(BadRequest, match="logit_bias"):
         llm.generate(prompts, [GREEDY] * 29 + [SamplingParams(logit_bias={10**6: 1.0})])
     with pytest.raises(BadRequest, match=r"prompt\[1\]"):
-        llm.generate(["Hi", [5, -1]], GREEDY)
+        wrong: list[str | list[int]] = ["Hi", [5, -1]]
+        llm.generate(wrong, GREEDY)
     assert llm.engine.stats().steps == steps
 
 
@@ -103,8 +110,7 @@ def test_a_closed_model_is_gone(t_lm: Path) -> None:
         engine = weakref.ref(llm.engine)
         stream = llm.stream_chat(HI, GREEDY)
         assert next(stream)
-        stream.close()
-    del stream
+        del stream
     gc.collect()
     assert engine() is None
     llm.close()

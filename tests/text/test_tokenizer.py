@@ -141,7 +141,10 @@ def test_code_from_checkpoints_is_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_absent_tokenizer_says_so(t_lm: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_absent_or_damaged_says_so(t_lm: Path, tmp_path: Path) -> None:
     shutil.copy(t_lm / "config.json", tmp_path)
-    with pytest.raises(SourceError, match=r"the tokenizer in .* cannot be read"):
+    with pytest.raises(SourceError, match=r"holds no tokenizer, such as a tokenizer\.json: fetch"):
+        read(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(SourceError, match=r"the tokenizer in .* \(tokenizer\.json\) cannot be read: KeyError"):
         read(tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from anycore.cli.flags import Parser
 from anycore.cli.progress import show_progress
+from anycore.config import flag
 from anycore.contract.declare import DTYPES
 from anycore.errors import ConfigError
 from anycore.models.quantization import GROUPS, ONLINE, SPELLINGS, scheme_of
@@ -31,16 +32,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to write, which must not be there yet")
     choices = (*ONLINE, *SPELLINGS)
     parser.add_argument("--quantization", choices=choices, help="how matrices are rounded (default: they are not)")
-    parser.add_argument(
-        "--group", type=int, default=32, choices=GROUPS, help="inputs that share a scale under w4a16 (default: 32)"
-    )
+    parser.add_argument("--group", type=int, choices=GROUPS, help="inputs that share a scale under w4a16 (default: 32)")
     text = "a text to find out by how rounding hurts least, for w8a8 and w4a16: slower to write, closer to the model"
     parser.add_argument("--calibration", metavar="TEXT_FILE", type=Path, help=text)
     text = (
         "matrices to leave as they are, such as layers.0.* (small ones and norms always are); auto, the default: those "
         "that w8a8 hurts most; none: no others"
     )
-    parser.add_argument("--keep-dense", metavar="PATTERN,...", default="auto", help=text)
+    parser.add_argument("--keep-dense", metavar="PATTERN,...", help=text)
     text = "quantise the embedding table and the head, too, which not every other engine reads"
     parser.add_argument("--tables", action="store_true", help=text)
     parser.add_argument(
@@ -53,11 +52,13 @@ def add_arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> int:
     from anycore.models.convert.writer import Conversion, convert
 
+    scheme = scheme_of(options.quantization) if options.quantization else None
+    check_meant(options, scheme)
     asked = Conversion(
-        quantization=scheme_of(options.quantization) if options.quantization else None,
-        group=options.group,
+        quantization=scheme,
+        group=options.group or 32,
         calibration=None if options.calibration is None else read_text(options.calibration),
-        keep_dense=tuple(word for word in options.keep_dense.split(",") if word),
+        keep_dense=("auto",) if options.keep_dense is None else tuple(w for w in options.keep_dense.split(",") if w),
         tables=options.tables,
         dtype=options.dtype,
         model_type=options.model_type,
@@ -69,6 +70,15 @@ def run(options: argparse.Namespace) -> int:
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     print(f"{folder}: {size / 2**20:.1f} MiB of weights")
     return 0
+
+
+def check_meant(options: argparse.Namespace, scheme: str | None) -> None:
+    """Raise ConfigError for a flag that means nothing without --quantization, or with this one."""
+    if options.group is not None and scheme != "w4a16":
+        raise ConfigError("--group belongs to --quantization w4a16", param="group")
+    for name in ("keep_dense", "tables"):
+        if getattr(options, name) and scheme is None:
+            raise ConfigError(f"{flag(name)} belongs to --quantization: nothing is rounded without it", param=name)
 
 
 def read_text(path: Path) -> str:

@@ -95,6 +95,12 @@ def dispatch(words: list[str]) -> int:
     if name in ("-V", "--version", "version"):
         print(f"anycore {__version__}")
         return 0
+    if name not in COMMANDS and any(other.startswith(f"{name} ") for other in COMMANDS):
+        asked = rest in (["-h"], ["--help"])
+        if asked or not rest:
+            print(overview(name))
+            return 0 if asked else 2
+        name = " ".join([name, rest[0]])
     if name not in COMMANDS:
         print(
             f"anycore: there is no command {name}{nearest(name, COMMANDS)}\n(anycore --help lists them)",
@@ -121,11 +127,21 @@ def parser_of(name: str) -> Parser:
     return parser
 
 
-def overview() -> str:
-    """Return the text of `anycore --help`."""
-    lines = ["One inference core on any hardware: generate, embed and rerank.", "", "usage: anycore COMMAND ...", ""]
-    lines += [f"  {name:15}{summary}" for name, summary in COMMANDS.items()]
-    return "\n".join([*lines, "", "anycore COMMAND --help tells more. Start with: anycore serve demo"])
+def overview(group: str = "") -> str:
+    """Return the text of `anycore --help`, or of `anycore GROUP --help` for the commands that begin with a word."""
+    if group:
+        lines = [f"usage: anycore {group} COMMAND ...", ""]
+        end = f"anycore {group} COMMAND --help tells more."
+    else:
+        lines = [
+            "One inference core on any hardware: generate, embed and rerank.",
+            "",
+            "usage: anycore COMMAND ...",
+            "",
+        ]
+        end = "anycore COMMAND --help tells more. Start with: anycore serve demo"
+    names = [name for name in COMMANDS if not group or name.startswith(f"{group} ")]
+    return "\n".join([*lines, *(f"  {name:15}{COMMANDS[name]}" for name in names), "", end])
 
 
 def start_log(options: argparse.Namespace) -> None:

@@ -444,7 +444,7 @@ class Status(str, Enum):
     FINISHED = "finished"
 
 
-def _within(name: str, value: float, low: float, high: float) -> None:
+def _within(name: str, value: Any, low: float, high: float) -> None:
     """Raise BadRequest unless value is a number and low ≤ value ≤ high; NaN fails."""
     if type(value) not in NUMBERS and (not isinstance(value, Real) or isinstance(value, bool)):
         raise BadRequest(f"{name} must be a number, not {value!r}", param=name)
@@ -452,7 +452,7 @@ def _within(name: str, value: float, low: float, high: float) -> None:
         raise BadRequest(f"{name} must be between {low} and {high}, not {value}", param=name)
 
 
-def _whole(name: str, value: int, low: int, high: int) -> None:
+def _whole(name: str, value: Any, low: int, high: int) -> None:
     """Raise BadRequest unless value is a whole number and low ≤ value ≤ high."""
     if type(value) is not int and isinstance(value, Real) and not isinstance(value, Integral):
         raise BadRequest(f"{name} must be a whole number, not {value!r}", param=name)

@@ -81,12 +81,29 @@ def read(folder: Path) -> Any:
                 "never runs it (trust_remote_code is off for good). Use a checkpoint with a tokenizer.json.",
                 param="trust_remote_code",
             ) from error
-        raise SourceError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        raise unreadable(folder, error) from error
     if getattr(loaded, "backend_tokenizer", None) is None:
         raise SourceError(
             f"the tokenizer in {folder} ({type(loaded).__name__}) has no fast form: add a tokenizer.json to the folder"
         )
     return loaded
+
+
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json",
+         "sentencepiece.bpe.model")  # fmt: skip
+"""Names of the files that hold a vocabulary."""
+
+
+def unreadable(folder: Path, error: Exception) -> SourceError:
+    """What to tell of a folder whose tokenizer transformers cannot make: often there is none."""
+    found = [name for name in FILES if (folder / name).is_file()]
+    if not found:
+        return SourceError(
+            f"{folder} holds no tokenizer, such as a tokenizer.json: fetch the model again, or copy it from its source"
+        )
+    words = " ".join(str(error).split())
+    shown = words if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {words}"
+    return SourceError(f"the tokenizer in {folder} ({', '.join(found)}) cannot be read: {shown[:400]}")
 
 
 def written(backend: Tokenizer) -> str:
