@@ -13,8 +13,8 @@ then count little. That is for backends that compute on the host, with --threads
 
 With --paced the device is one that only waits (paced.py): what is compared then is all but the device.
 
-What a request takes outside of the engine is the time to the first token of requests that come one at a time, less what
-is predicted for it: "front" is the part that the front is busy, by its time on a core, and "delay" the rest.
+What the front is busy with is measured with the steps. What requests that come one at a time take to their first token
+beyond what is predicted is a "delay" of each: processes that wake each other, and the client.
 """
 
 from __future__ import annotations
@@ -48,17 +48,15 @@ def run(options: argparse.Namespace) -> dict[str, list[tuple[Row, Row]]]:
         tell(began, f"round {number}: at most {rate:.2f} requests/s")
         with this.served():
             this.write(SINGLE, SINGLES, rate, seed=99)
-            busy = -this.busy()
             measured = {SINGLE.name: this.measure(SINGLE)}
-            busy += this.busy()
             for work in WORKLOADS:
                 this.write(work, max(LEAST, round((work.share or 1.0) * rate * options.lasting)), rate, seed=number)
                 measured[work.name] = this.measure(work)
                 tell(began, f"  {work.name}: measured, load average {os.getloadavg()[0]:.1f}")
         this.measure_steps()
         if not options.here:
-            this.calibrate(measured[SINGLE.name], busy)
-        tell(began, f"  steps measured again, front {this.front_ms:.1f} ms, delay {this.delay_ms:.1f} ms")
+            this.calibrate(measured[SINGLE.name])
+        tell(began, f"  steps measured again, {this.front}, delay {this.delay_ms:.1f} ms")
         with ThreadPoolExecutor() as pool:
             predictions = list(pool.map(this.predict, WORKLOADS))
         for work, predicted in zip(WORKLOADS, predictions, strict=True):

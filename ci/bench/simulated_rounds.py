@@ -59,8 +59,6 @@ WORKLOADS = (
 )
 SINGLE, SINGLES = Workload("single", None, concurrency=1), 48
 """Requests one at a time, for what a request takes outside of the engine; and how many."""
-TRIED = 2
-"""Further requests that `bench serve` makes: to try the server out, and for its models."""
 
 
 def anycore(*words: str) -> str:
@@ -72,8 +70,8 @@ def anycore(*words: str) -> str:
 
 
 @contextmanager
-def server(model: str, flags: Sequence[str], log: Path) -> Iterator[tuple[str, int]]:
-    """A server's base URL, and its front's process, once it is ready."""
+def server(model: str, flags: Sequence[str], log: Path) -> Iterator[str]:
+    """A server's base URL, once it is ready."""
     command = [*ANYCORE, "serve", model, *flags, "--port", "0", "--served-model-name", "m"]
     with log.open("a") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process:
         try:
@@ -87,7 +85,7 @@ def server(model: str, flags: Sequence[str], log: Path) -> Iterator[tuple[str, i
                 if process.poll() is not None or time.monotonic() > end:
                     raise SystemExit(f"the server did not become ready, see {log}")
                 time.sleep(0.2)
-            yield f"{url}/v1", process.pid
+            yield f"{url}/v1"
         finally:
             process.terminate()
 
@@ -147,15 +145,18 @@ class Round:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.steps = self.folder / "steps.json"
         self.steps.unlink(missing_ok=True)
-        self.front_ms = self.delay_ms = 0.0
-        self._url, self._front = "", 0
+        self.delay_ms = 0.0
+        self._url = ""
         self.measure_steps()
 
     def measure_steps(self) -> None:
         """Measure them, beside those that were measured before."""
         found = json.loads(self.steps_found())
         if self.steps.exists():
-            found["steps"] += json.loads(self.steps.read_text())["steps"]
+            before = json.loads(self.steps.read_text())
+            found["steps"] += before["steps"]
+            if found.get("front"):  # other processes make it look slower, never faster
+                found["front"] = {name: min(value, before["front"][name]) for name, value in found["front"].items()}
         self.steps.write_text(json.dumps(found))
 
     def steps_found(self) -> str:
@@ -166,13 +167,14 @@ class Round:
     def served(self) -> Iterator[None]:
         """What is measured, as long as it is open."""
         log = self.options.out / "server.log"
-        with server(self.options.model, self.options.flags, log) as (self._url, self._front):
+        with server(self.options.model, self.options.flags, log) as self._url:
             yield
 
-    def busy(self) -> float:
-        """Seconds that the front has had on a core."""
-        numbers = Path(f"/proc/{self._front}/stat").read_text().rpartition(")")[2].split()
-        return (int(numbers[11]) + int(numbers[12])) / os.sysconf("SC_CLK_TCK")
+    @property
+    def front(self) -> str:
+        """What the front is busy with, in words."""
+        found = json.loads(self.steps.read_text()).get("front") or {}
+        return "front " + (", ".join(f"{name} {1e6 * value:.1f} us" for name, value in found.items()) or "not measured")
 
     def path(self, work: Workload) -> Path:
         return self.folder / f"{work.name.replace(', ', '-').replace(' ', '-')}.jsonl"
@@ -185,13 +187,9 @@ class Round:
         lengths = ("--input-len", span(self.options.input_len), "--output-len", span(self.options.output_len))
         return float(self._simulate("--num-prompts", "400", *lengths)["request_throughput"])
 
-    def calibrate(self, measured: Row, busy: float) -> None:
-        """Divide what single requests took beyond what is predicted into `busy`, the front's time on a core in seconds
-        for all of them and those that tried the server out, and a delay.
-        """
-        more = max(0.0, measured["median_ttft_ms"] - self.predict(SINGLE)["median_ttft_ms"])
-        self.front_ms = min(more, 1e3 * busy / (SINGLES + TRIED))
-        self.delay_ms = more - self.front_ms
+    def calibrate(self, measured: Row) -> None:
+        """Take what single requests took beyond what is predicted for a delay of each."""
+        self.delay_ms = max(0.0, measured["median_ttft_ms"] - self.predict(SINGLE)["median_ttft_ms"])
 
     def predict(self, work: Workload) -> Row:
         """The medians of a few predictions."""
@@ -206,7 +204,7 @@ class Round:
 
     def _simulate(self, *words: str) -> Row:
         found = anycore("simulate", self.options.model, "--step-times", str(self.steps), "--format", "json",
-                        "--front-ms", str(self.front_ms), "--delay-ms", str(self.delay_ms),
+                        "--delay-ms", str(self.delay_ms),
                         *words, *self.options.simulated)  # fmt: skip
         row: Row = json.loads(found)["points"][0]
         return row
@@ -240,9 +238,6 @@ class Here(Round):
     @contextmanager
     def served(self) -> Iterator[None]:
         yield
-
-    def busy(self) -> float:
-        return 0.0
 
     def measure(self, work: Workload) -> Row:
         rows = deque(json.loads(line) for line in self.path(work).read_text().splitlines())

@@ -158,17 +158,12 @@ def test_launching_is_that_of_the_next_size_that_was_measured() -> None:
     mixed += [Measured(1, 64, [(0, n)], [8e-3], launched) for n in (1024, 1920)]
     fitted = Fitted(times([*plain, *mixed], overlap=True), 4096)
 
-    def of(decodes: int, rows: int) -> float:
-        request = object()
-        entries = [Entry(request, 10, 1, True) for _ in range(decodes)]  # type: ignore[arg-type]
-        return fitted.launching(step_of(entries, rows))
-
-    def step_of(entries: list[Entry], rows: int) -> Step:
-        chunks = [Entry(object(), 0, rows, True)] if rows else []  # type: ignore[arg-type]
-        return Step([entry.request for entry in entries], np.array([10] * len(entries), dtype=np.int64), chunks)
+    def of(decodes: int, rows: int, fit: Fitted = fitted) -> float:
+        chunks = [Entry(None, 0, rows, True)] if rows else []  # type: ignore[arg-type]
+        return fit.launching(Step([None] * decodes, chunks=chunks))  # type: ignore[list-item]
 
     assert [of(n, 0) for n in (1, 5, 8, 40)] == [1e-4] * 4
     assert [of(0, n) for n in (16, 64, 700, 1024)] == [1.5e-4] * 4
     assert [of(0, n) for n in (1025, 1500, 4000)] == [9e-3] * 3
-    assert Fitted(times([*plain, *mixed]), 4096).launching(step_of([], 2000)) == 0.0
-    assert Fitted(times(grid(), overlap=True), 4096).launching(step_of([], 64)) == 0.0
+    assert of(0, 2000, Fitted(times([*plain, *mixed]), 4096)) == 0.0
+    assert of(0, 64, Fitted(times(grid(), overlap=True), 4096)) == 0.0
