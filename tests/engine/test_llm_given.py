@@ -104,7 +104,7 @@ def test_s04_values_of_the_wrong_type_are_named(values: dict[str, Any], message:
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5), stop_token_ids=(np.int64(3),))  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5), stop_token_ids=(np.int64(3),))
     assert params.max_tokens == 3
     with pytest.raises(BadRequest):
         Beams(width=2.5)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_a02_a_stop_string_alone_is_one(llm: LLM) -> None:
 def test_e12_documents_of_python(reranker: LLM) -> None:
     expected = reranker.rerank("q", ["abc", "xyz"])
     assert reranker.rerank("q", iter(["abc", "xyz"])) == expected
-    assert reranker.rerank("q", np.array(["abc", "xyz"])) == expected  # type: ignore[arg-type]
+    assert reranker.rerank("q", np.array(["abc", "xyz"])) == expected
     assert reranker.rerank("q", "abc") == reranker.rerank("q", ["abc"])  # its characters were documents each
     assert reranker.rerank("q", ["abc", "xyz"], top_n=1) == expected[:1]
     for top_n in (0, -1, 1.5):  # -1 left out the last

@@ -108,8 +108,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100)  # logits are divided by it
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
-        if isinstance(self.stop, str):
-            msgspec.structs.force_setattr(self, "stop", (self.stop,))
+        stop: Any = self.stop
+        if isinstance(stop, str):
+            msgspec.structs.force_setattr(self, "stop", (stop,))
         if self.stop != ():
             _all_are("stop", self.stop, str)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
@@ -446,7 +447,7 @@ class Status(str, Enum):
 
 def _within(name: str, value: Any, low: float, high: float) -> None:
     """Raise BadRequest unless value is a number and low ≤ value ≤ high; NaN fails."""
-    if type(value) not in NUMBERS and (not isinstance(value, Real) or isinstance(value, bool)):
+    if type(value) not in NUMBERS and (type(value) is bool or not isinstance(value, Real)):
         raise BadRequest(f"{name} must be a number, not {value!r}", param=name)
     if not low <= value <= high:
         raise BadRequest(f"{name} must be between {low} and {high}, not {value}", param=name)

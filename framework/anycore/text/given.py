@@ -69,4 +69,4 @@ def ids_of(given: Any) -> Any:
         given = given.tolist()
     if not isinstance(given, list | tuple):
         return given
-    return [int(i) if isinstance(i, Integral) and not isinstance(i, bool) else i for i in given]
+    return [int(i) if type(i) is not bool and isinstance(i, Integral) else i for i in given]
