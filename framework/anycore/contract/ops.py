@@ -112,6 +112,13 @@ class Ops:
         """[.., I] → [.., O]."""
         return F.linear(x, handle, bias)
 
+    def linear_for_norm(self, x: Tensor, handle: Any) -> Any:
+        """`linear`, for nothing but the next `rms_norm` or `norm_linear`, which take it as their x.
+
+        So a backend whose programs have summed parts of it may leave it to these to finish: another type then.
+        """
+        return self.linear(x, handle)
+
     def logits(self, x: Tensor, handle: Any) -> Tensor:
         """[R, H] times the packed head [V, H] → [R, V] float32."""
         return self.linear(x, handle).float()

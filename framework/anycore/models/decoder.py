@@ -58,11 +58,11 @@ class Layer:
         x = self.attention(x, batch, angles)
         if last:
             x, residual = self.ops.wanted(x, batch), self.ops.wanted(residual, batch)
-        x = self.out(x)
+        x = self.out.before_norm(x)
         if self.after is not None:
             x, _ = self.after[0](x)
         x, residual = self.gate_up(x, residual)
-        x = self.down(x)
+        x = self.down.before_norm(x)
         if self.after is not None:
             x, _ = self.after[1](x)
         return x, residual

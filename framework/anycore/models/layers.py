@@ -51,6 +51,12 @@ class Linear:
             return self.handle.multiply(self.ops, x, self.bias)
         return self.ops.linear(x, self.handle, self.bias)
 
+    def before_norm(self, x: Tensor) -> Any:
+        """The same, where nothing but an RMS norm takes the result."""
+        if isinstance(self.handle, Pieces) or self.bias is not None:
+            return self(x)
+        return self.ops.linear_for_norm(x, self.handle)
+
 
 class Embedding:
     """Rows of a table by token id."""

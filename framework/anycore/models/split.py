@@ -33,6 +33,9 @@ class SplitLinear(Linear):
         out = self.ops.all_reduce(super().__call__(x))
         return out if self.last is None else out + self.last
 
+    def before_norm(self, x: Tensor) -> Tensor:
+        return self(x)
+
 
 class SplitEmbedding(Embedding):
     """A table of which each rank holds the rows from `first` on, `count` of them; the others give zeros."""
