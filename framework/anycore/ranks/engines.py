@@ -88,7 +88,7 @@ class LeadingEngine(RankEngine):
         self._events.append(Add(new, self.time.now))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        if self._group is not None and request_id in self._requests:
+        if self._group is not None and request_id in self._live.requests:
             self._events.append(Abort(request_id, index))
         super().abort(request_id, index)
 
