@@ -99,16 +99,30 @@ void write_row(const float* row, long size, float total, T* out) {
 
 // ---- one row: keys as they lie ---------------------------------------------------------------------------------------
 
+// A key or value is on its way to the cache while others are multiplied: the processor sees no further than its block.
+template <class T>
+INLINE void ask(const T* head, long dim) {
+    for (long d = 0; d < dim; d += 64 / static_cast<long>(sizeof(T))) __builtin_prefetch(head + d);
+}
+
 // scores[HEADS][TILE] = q[HEADS][dim] times count keys; what lies between count and the next multiple of LANES is filled.
+// Their values are asked for.
 template <int HEADS, class T>
-void score(const float* q, const T* const* keys, long count, long dim, float* scores) {
+void score(const float* q, const Places<T>& places, long count, long dim, float* scores) {
     constexpr int TOGETHER = 4;  // keys
+    constexpr long AHEAD = 16;   // keys
+    const T* const* keys = places.keys;
     const long whole = dim / LANES * LANES;
     for (long first = 0; first < count; first += LANES) {
         Floats products[HEADS][LANES];
         for (int j = 0; j < LANES; j += TOGETHER) {
             const T* key[TOGETHER];
-            for (int i = 0; i < TOGETHER; i++) key[i] = keys[std::min(first + j + i, count - 1)];
+            for (int i = 0; i < TOGETHER; i++) {
+                const long at = std::min(first + j + i, count - 1);
+                key[i] = keys[at];
+                ask(places.values[at], dim);
+                ask(keys[std::min(at + AHEAD, count - 1)], dim);
+            }
             Floats totals[HEADS][TOGETHER] = {};
             for (long d = 0; d < whole; d += LANES) {
                 Floats wide[TOGETHER];
@@ -191,7 +205,7 @@ void attend_one(const Attention& a, const Task& task, float* parts) {
         places.find(a, task, first, count, opened);
         for (long h = 0; h < group; h += HEADS_AT_ONCE)
             with_heads(std::min<long>(HEADS_AT_ONCE, group - h), [&](auto heads) {
-                score<decltype(heads)::value>(q + h * dim, places.keys, count, dim, scores + h * TILE);
+                score<decltype(heads)::value>(q + h * dim, places, count, dim, scores + h * TILE);
             });
         for (long h = 0; h < group; h++) {
             float* row = scores + h * TILE;
