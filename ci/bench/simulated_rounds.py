@@ -167,7 +167,7 @@ class Round:
     def served(self) -> Iterator[None]:
         """What is measured, as long as it is open."""
         log = self.options.out / "server.log"
-        with server(self.options.model, self.options.flags, log) as self._url:
+        with server(self.options.model, [*self.options.flags, *self._fronts()], log) as self._url:
             yield
 
     @property
@@ -175,6 +175,18 @@ class Round:
         """What the front is busy with, in words."""
         found = json.loads(self.steps.read_text()).get("front") or {}
         return "front " + (", ".join(f"{name} {1e6 * value:.1f} us" for name, value in found.items()) or "not measured")
+
+    def _fronts(self) -> list[str]:
+        return ["--api-servers", str(self.options.fronts)]
+
+    def _front_flags(self) -> list[str]:
+        """What the device's own fronts wait, beside what was measured: once for a piece, twice more at the end."""
+        more = self.options.event_us
+        if not more:
+            return self._fronts()
+        found = json.loads(self.steps.read_text())["front"]
+        pieces, requests = 1e6 * found["chunk"] + more, 1e3 * found["request"] + 2e-3 * more
+        return [*self._fronts(), "--front-us", str(pieces), "--front-ms", str(requests)]
 
     def path(self, work: Workload) -> Path:
         return self.folder / f"{work.name.replace(', ', '-').replace(' ', '-')}.jsonl"
@@ -204,7 +216,7 @@ class Round:
 
     def _simulate(self, *words: str) -> Row:
         found = anycore("simulate", self.options.model, "--step-times", str(self.steps), "--format", "json",
-                        "--delay-ms", str(self.delay_ms),
+                        "--delay-ms", str(self.delay_ms), *self._front_flags(),
                         *words, *self.options.simulated)  # fmt: skip
         row: Row = json.loads(found)["points"][0]
         return row

@@ -197,7 +197,8 @@ class VirtualEngine:
             if chunk.last:
                 self._take(chunk.request, place, now, finished)
         if self.tells:
-            self.told = [*decodes, *(chunk.request for chunk in step.chunks if chunk.last)]  # type: ignore[misc]
+            firsts: list[Any] = [chunk.request for chunk in step.chunks if chunk.last]
+            self.told = decodes + firsts
         for request in finished:
             request.longest = max(request.longest, self._longest(request.since, place))
             self.scheduler.remove(request)

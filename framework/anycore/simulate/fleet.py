@@ -6,6 +6,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count
@@ -142,7 +143,7 @@ class Fleet:
             self._ahead = None
             self._ask(talk, 0, [], max(now, talk.at))
 
-    def _ask(self, talk: Conversation, turn: int, said: list[int], now: float) -> None:
+    def _ask(self, talk: Conversation, turn: int, said: Tokens[int], now: float) -> None:
         asked = talk.turns[turn]
         number = next(self._numbers)
         sequence = Sequence(number, [*said, *asked.tokens], asked.output, talk.priority, talk.tenant, now)

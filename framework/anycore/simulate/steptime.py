@@ -32,6 +32,10 @@ def launching_of(step_time: StepTime) -> StepTime | None:
     return found
 
 
+LAUNCH_BOUND = 0.8
+"""Share of a step's seconds that launching it takes, from which on these are the host's rather than the device's."""
+
+
 # --- fitting ------------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +99,14 @@ def fit(steps: Sequence[Measured], terms: Sequence[str], context: float = 0.0) -
     off = (columns @ found + known) / took - 1
     coefficients = {name: float(value) for name, value in zip(terms, found[len(knots) :], strict=True)}
     return Fit(Line(knots, values), coefficients, tuple(float(value) for value in off))
+
+
+def waits(step: Measured) -> bool:
+    """Whether prompts that came to an idle engine took as long as the host did to launch them.
+
+    That says nothing of what they take behind another step, and `launching` accounts for it.
+    """
+    return not step.decodes and bool(step.launch) and np.median(step.launch) > LAUNCH_BOUND * np.median(step.seconds)
 
 
 def stairs(steps: Sequence[Measured], most: int) -> list[float]:
@@ -167,7 +179,8 @@ class Fitted:
             )
         self.decode = fit(plain, DECODES)
         self._context = self.decode.terms["context"]
-        self.mixed = fit(mixed, MIXED, self._context)
+        computed = [step for step in mixed if not times.overlap or not waits(step)]
+        self.mixed = fit(computed if len(computed) > 1 else mixed, MIXED, self._context)
         self._decode_rows, self._mixed_rows = self.decode.line.table(most_rows), self.mixed.line.table(most_rows)
         self._terms = tuple(self.mixed.terms[name] for name in MIXED)
         self._launches = [stairs(kind, most_rows) if times.overlap else [] for kind in (plain, mixed)]
