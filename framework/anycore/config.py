@@ -439,5 +439,18 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Folder for fetched models, created on first use by whoever writes there."""
-    return Path(environ.get("ANYCORE_CACHE") or Path.home() / ".cache" / "anycore")
+    """Folder for fetched models, created on first use by whoever writes there.
+
+    Raises:
+        ConfigError: none is named and this user has no home, as in containers with a user id of their own.
+    """
+    if environ.get("ANYCORE_CACHE"):
+        return Path(environ["ANYCORE_CACHE"])
+    try:
+        return Path.home() / ".cache" / "anycore"
+    except RuntimeError:
+        raise ConfigError(
+            "there is no folder for caches: this user has no home. Set ANYCORE_CACHE or HOME to a folder that it may "
+            "write to",
+            param="ANYCORE_CACHE",
+        ) from None

@@ -182,6 +182,23 @@ def test_a_full_disk_stops_the_run_which_goes_on_when_there_is_room(tmp_path: Pa
     assert Counter(made["custom_id"] for made in answers(target)) == Counter(map(str, range(60)))
 
 
+def test_a_full_disk_stops_a_run_whose_lines_are_all_answered(tmp_path: Path, t_lm: Path, monkeypatch: Any) -> None:
+    """So few that all were answered before the first was to be written: the run waited for ever."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(line("a") + line("b"))
+
+    def full(self: Ledger, lines: list[bytes]) -> None:
+        time.sleep(0.2)  # until both have come
+        raise Unwritable("out.jsonl cannot be written: No space left on device")
+
+    monkeypatch.setattr(Ledger, "append", full)
+    outcome = run_scripted(t_lm, source, target)
+    assert (outcome.answered, outcome.code) == (0, 1)
+    assert "No space left" in outcome.stopped
+    monkeypatch.undo()
+    assert run_scripted(t_lm, source, target).answered == 2
+
+
 def test_an_engine_that_dies_leaves_the_rest_for_the_next_run(tmp_path: Path, t_lm: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(line(f"{n}") for n in range(20)))

@@ -12,6 +12,7 @@ import tiny
 import torch
 from gguf import GGMLQuantizationType
 from reference import gap, packed, plain_backend, prompts
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 
@@ -298,6 +299,20 @@ def test_refusals(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     empty = tmp_path / "empty"
     empty.mkdir()
     refused(capsys, [str(empty), out], "holds no weights")
+
+
+def test_a_full_disk_is_told_as_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("anycore.models.convert.writer.save_file", full)
+    assert main(["convert", str(folder), str(tmp_path / "out")]) == 1
+    text = capsys.readouterr().err
+    assert "anycore: No space left on device" in text
+    assert "internal error" not in text
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interruption_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +139,36 @@ def test_a_fault_of_our_own_is_told_without_a_traceback(
     text = capsys.readouterr().err
     assert "internal error: ZeroDivisionError" in text
     assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 1), (errno.EACCES, 1), (errno.EINVAL, 70)])
+def test_what_the_operating_system_refuses_is_no_fault_of_ours(
+    number: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(options: object) -> int:
+        raise OSError(number, os.strerror(number), "/data/out")
+
+    monkeypatch.setattr("anycore.cli.matrix.run", refused)
+    assert main(["matrix"]) == code
+    text = capsys.readouterr().err
+    assert ("internal error" in text) == (code == 70)
+    assert os.strerror(number) in text
+    assert "/data/out" in text
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Containers run under user ids that no file knows, with nothing in the environment."""
+
+    def unknown(number: int) -> object:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("ANYCORE_CACHE", raising=False)
+    assert main(["doctor"]) == 2
+    assert "Set ANYCORE_CACHE or HOME" in capsys.readouterr().err
 
 
 def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,18 +157,21 @@ class Batch:
         places = limit or sum(2 * model.window for model in self._server.served)
         answers: asyncio.Queue[bytes] = asyncio.Queue(places)
         writer = asyncio.create_task(self._write(answers))
-        askers = asyncio.gather(*(self._ask(pending, answers) for _ in range(places)))
+        asking = asyncio.create_task(self._ask_all(pending, answers, places))
         try:
-            waiting: tuple[asyncio.Future[Any], ...] = (writer, askers)
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if writer.done():
+            await asyncio.wait((writer, asking), return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():  # it only ends if it must, and then nobody takes the answers that are left
                 writer.result()
-            await askers
-            await answers.join()
+            await asking
         finally:
-            askers.cancel()
+            asking.cancel()
             writer.cancel()
-            await asyncio.gather(askers, writer, return_exceptions=True)
+            await asyncio.gather(asking, writer, return_exceptions=True)
+
+    async def _ask_all(self, pending: Iterator[tuple[int, bytes]], answers: asyncio.Queue[bytes], places: int) -> None:
+        """Ask for all lines, and wait until what was answered is written."""
+        await asyncio.gather(*(self._ask(pending, answers) for _ in range(places)))
+        await answers.join()
 
     async def _ask(self, pending: Iterator[tuple[int, bytes]], answers: asyncio.Queue[bytes]) -> None:
         for number, text in pending:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -41,6 +42,19 @@ COMMANDS = {
 words of a name are joined with an underscore."""
 
 
+OF_THE_MACHINE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+)
+"""Errors of the operating system that no program can do anything about: a full disk, rights, limits."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -59,15 +73,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader went away (`anycore matrix | head`). Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if debug or error.errno not in OF_THE_MACHINE:
+            return fault(error, debug)
+        print(f"anycore: {why(error)}: that is for whoever keeps this machine to change", file=sys.stderr)
+        return 1
     except Exception as error:
-        if debug:
-            raise
-        print(
-            f"anycore: internal error: {type(error).__name__}: {error}\n"
-            "(this is a fault of anycore or of a plugin; ANYCORE_LOG=debug shows where)",
-            file=sys.stderr,
-        )
-        return 70
+        return fault(error, debug)
+
+
+def fault(error: Exception, debug: bool) -> int:
+    """Tell of an error that nobody foresaw, and return its exit code."""
+    if debug:
+        raise error
+    print(
+        f"anycore: internal error: {type(error).__name__}: {error}\n"
+        "(this is a fault of anycore or of a plugin; ANYCORE_LOG=debug shows where)",
+        file=sys.stderr,
+    )
+    return 70
+
+
+def why(error: OSError) -> str:
+    """What the operating system refused, and where."""
+    places = [os.fsdecode(place) for place in (error.filename, error.filename2) if isinstance(place, str | bytes)]
+    return ": ".join([error.strerror or str(error), *places[-1:]])
 
 
 def fill_streams() -> None:

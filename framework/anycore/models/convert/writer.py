@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -252,7 +254,14 @@ class Shards:
         self.bytes += tensor.nbytes
 
     def flush(self) -> None:
-        save_file(self.waiting, self.folder / f"part-{len(self.written)}.safetensors", metadata={"format": "pt"})
+        path = self.folder / f"part-{len(self.written)}.safetensors"
+        try:
+            save_file(self.waiting, path, metadata={"format": "pt"})
+        except SafetensorError as error:
+            number = re.search(r"\(os error (\d+)\)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error  # such as a full disk
         self.written.append(list(self.waiting))
         self.waiting, self.bytes = {}, 0
 
