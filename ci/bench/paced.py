@@ -1,7 +1,7 @@
 """A device that computes nothing and takes its time: with it, a prediction has all to get right but the device.
 
-A plugin, which `simulated.py --paced` installs into a folder of its own; the device is in `paced_device.py`. It can also
-let a front wait before each event that it sends, so that fronts are short of time wherever this runs.
+A plugin, which `simulated.py --paced` installs into a folder of its own; the device is in `paced_device.py`. It can
+also let a front wait before each event that it sends, so that fronts are short of time wherever this runs.
 """
 
 from __future__ import annotations

@@ -37,14 +37,15 @@ SETTLING = Flow(streams=4, requests=4, prompt=SHORT, tokens=8)
 
 
 def flows(longest: int) -> list[Flow]:
-    """Requests that are short and long, tokens one by one, together, and faster than they can be passed on."""
+    """Requests that are short and long, tokens one by one, together, faster than they can be passed on, and all mixed."""
     most = max(1, min(200, longest - SHORT))
     return [
         Flow(streams=4, requests=20, prompt=SHORT, tokens=1),
         Flow(streams=4, requests=10, prompt=max(SHORT, min(LONG, longest - 1)), tokens=1),
         Flow(streams=1, requests=1, prompt=SHORT, tokens=most, step=0.001),
         Flow(streams=32, requests=1, prompt=SHORT, tokens=min(40, most), step=0.02),
-        Flow(streams=32, requests=1, prompt=SHORT, tokens=most, step=0.0005),
+        Flow(streams=32, requests=1, prompt=SHORT, tokens=most, step=0.0001),
+        Flow(streams=8, requests=3, prompt=max(SHORT, min(256, longest - 32)), tokens=min(24, most), step=0.01),
     ]
 
 
@@ -77,25 +78,22 @@ class Counting(EngineClient):
 
 def measure(prepared: Prepared, times: int = 2) -> FrontTimes:
     """Measure the front of a model, each flow so many times."""
-    card = prepared.card()
-    source = prepared.source
-    planned = wire.Planned(card, source.name, str(source.folder), str(source.gguf) if source.gguf else None)
-    limits = prepared.plan.limits if prepared.plan is not None else None
-    longest = limits.max_model_len if limits is not None else 512
-    config = ModelConfig(model=prepared.config.model, task="generate")
-    order = [flow for _ in range(times) for flow in flows(longest)]
+    longest = prepared.plan.limits.max_model_len if prepared.plan is not None else LONG
     log = logging.getLogger("anycore")
     level = log.level
     log.setLevel(logging.WARNING)  # else there would be a line for each of its requests
     try:
-        return fitted(asyncio.run(run(config, planned, prepared.spec.vocab_size, order)))
+        return fitted(asyncio.run(through(prepared, times * flows(longest))))
     finally:
         log.setLevel(level)
 
 
-async def run(config: ModelConfig, planned: wire.Planned, vocabulary: int, order: Sequence[Flow]) -> list[Spent]:
-    """Send every flow through one server."""
-    about = msgspec.json.encode(planned).decode()
+async def through(prepared: Prepared, order: Sequence[Flow]) -> list[Spent]:
+    """Send flows through one server, one after the other."""
+    source, vocabulary = prepared.source, prepared.spec.vocab_size
+    config = ModelConfig(model=prepared.config.model, task="generate")
+    gguf = str(source.gguf) if source.gguf else None
+    about = msgspec.json.encode(wire.Planned(prepared.card(), source.name, str(source.folder), gguf)).decode()
     command = (sys.executable, "-m", "anycore.cli.flood_engine", about, str(vocabulary))
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
@@ -149,8 +147,7 @@ def fitted(found: Sequence[Spent]) -> FrontTimes:
     """Fit what a request, a token of a prompt, a wake, a piece and a token take to the least of what was measured."""
     least: dict[Flow, Spent] = {}
     for one in found:
-        known = least.get(one.flow)
-        if known is None or one.seconds / (one.events + one.wakes) < known.seconds / (known.events + known.wakes):
+        if one.flow not in least or one.seconds < least[one.flow].seconds:
             least[one.flow] = one
     rows = []
     for flow, one in least.items():
