@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from anycore.contract.batch import Batch, Samples, Sampling
+from anycore.contract.formats import Format
 from anycore.contract.ops import HeadNorms
 from anycore.contract.sampling import adjust, raw_of, report
-from anycore.contract.weights import DenseWeight, Weight
+from anycore.contract.weights import DenseWeight, Int8Weight, Weight
 from anycore_cpu.kernels import ends, quantised
 from anycore_cpu.kernels.attention import DTYPES, KernelPlan
 from anycore_cpu.kernels.library import Kernels, PackedMatrix
@@ -56,6 +57,11 @@ class KernelOps(CpuOps):
         plan = batch.plan if batch.plan is not None else self.plan(batch)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), dim=1)
         return self.kernels.attend(plan, q, k, v, cache, scale, window, softcap, norms, angles)
+
+    def quantise(self, weight: Tensor, wanted: Format) -> Int8Weight | None:
+        if wanted.kind != "int8" or weight.dtype not in DTYPES:
+            return None
+        return quantised.rounded(self.kernels, weight, wanted)
 
     def pack(self, weight: Weight) -> Tensor | PackedMatrix | QuantisedMatrix:
         if quantised.packable(weight):

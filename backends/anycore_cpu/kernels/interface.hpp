@@ -24,6 +24,8 @@ void anycore_quantised_pack(const anycore::Quantised* matrix, const uint8_t* num
                             const void* minimums);
 void anycore_quantised_linear(const anycore::Quantised* matrix, const uint16_t* x, long rows, long stride,
                               const uint16_t* bias, void* out, int wide);
+void anycore_quantised_round(const void* x, long rows, long columns, long group, int wide, int exact, int8_t* numbers,
+                             float* scales);
 void anycore_quantised_rows(const anycore::Quantised* matrix, const int64_t* rows, long count, void* out, int wide);
 
 void anycore_attention(const anycore::Attention* what);

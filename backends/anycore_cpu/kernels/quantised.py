@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
+from anycore.contract.formats import Format
 from anycore.contract.weights import Int4Weight, Int8Weight, Weight
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class Layout(ctypes.Structure):
 SIGNATURES: dict[str, tuple[type[ctypes._SimpleCData[int]] | None, tuple[type, ...]]] = {
     "anycore_quantised_size": (ctypes.c_long, (ctypes.POINTER(Layout),)),
     "anycore_quantised_pack": (None, (ctypes.POINTER(Layout), *[ctypes.c_void_p] * 3)),
+    "anycore_quantised_round": (
+        None,
+        (ctypes.c_void_p, *[ctypes.c_long] * 3, *[ctypes.c_int] * 2, *[ctypes.c_void_p] * 2),
+    ),
     "anycore_quantised_linear": (
         None,
         (
@@ -82,6 +87,20 @@ def packable(weight: Weight) -> TypeGuard[Int8Weight | Int4Weight]:
     if not isinstance(weight, (Int8Weight, Int4Weight)) or weight.dtype != torch.bfloat16:
         return False
     return weight.group in GROUPS or weight.group >= weight.shape[1]
+
+
+def rounded(kernels: Kernels, weight: Tensor, wanted: Format) -> Int8Weight:
+    """A dense matrix in int8, to the nearest: see `Ops.quantise`."""
+    weight = weight.contiguous()
+    rows, columns = weight.shape
+    group = wanted.group or columns
+    data = torch.empty(rows, columns, dtype=torch.int8)
+    scale = torch.empty(rows, -(-columns // group), dtype=torch.float32)
+    kernels.library.anycore_quantised_round(
+        weight.data_ptr(), rows, columns, group, weight.dtype == torch.float32, not wanted.group,
+        data.data_ptr(), scale.data_ptr(),
+    )  # fmt: skip
+    return Int8Weight(data, scale, group, weight.dtype)
 
 
 def pack(kernels: Kernels, weight: Int8Weight | Int4Weight) -> QuantisedMatrix:

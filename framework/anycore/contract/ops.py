@@ -15,7 +15,8 @@ from torch import Tensor
 from anycore.contract import reference, sampling
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.collective import ALONE, Collective
-from anycore.contract.weights import Weight
+from anycore.contract.formats import Format
+from anycore.contract.weights import QuantisedWeight, Weight
 
 if TYPE_CHECKING:
     from anycore.contract.mixed import Renewable
@@ -100,6 +101,14 @@ class Ops:
         if angles is not None:
             q, k = self.rotary(q, k, *angles)
         return self.attention(q, k, v, cache, batch, scale, window, softcap)
+
+    def quantise(self, weight: Tensor, wanted: Format) -> QuantisedWeight | None:
+        """Round a dense matrix [O, I] to the nearest numbers of a format, by groups of columns, as a model is loaded.
+
+        The default leaves that to the loader, whose torch operations pass over memory again and again. A backend that
+        rounds in one pass gives the same numbers and scales as these, to the last bit.
+        """
+        return None
 
     def pack(self, weight: Weight) -> Any:
         """Turn a weight [O, I] into the handle `linear` takes. Called once at load; `weight` may then be freed.

@@ -223,7 +223,8 @@ def finish(place: Place, whole: Gathered, backend: Backend, what: str) -> Made:
         weight = upload(weight)
         whole.host = weight  # the host's copy is not needed any more
         if piece.format is not None:
-            weight = quantise(weight, piece.format)
+            found = backend.ops.quantise(weight, piece.format)
+            weight = found if found is not None else quantise(weight, piece.format)
             whole.host = weight
     else:
         sent: dict[str, Any] = {name: upload(part) for name, part in tensors(weight).items()}
