@@ -85,3 +85,23 @@ def test_an_engine_process_without_settings_ends() -> None:
     assert "anycore serve" in alone.stderr
     left = subprocess.run(spares.COMMAND, input="", capture_output=True, text=True, timeout=60)
     assert (left.returncode, left.stderr) == (1, "")
+
+
+BEFORE_ENGINES = """
+import os, sys
+from anycore.cli import main
+from anycore.server.spares import Spares
+
+async def start(self, count):
+    heavy = {'numpy', 'jinja2', 'zmq', 'fastapi', 'pydantic', 'importlib.metadata', 'pluggy', 'torch'}
+    print(count, sorted(heavy & set(sys.modules)), flush=True)
+    os._exit(0)
+
+Spares.start = start
+main.main(['serve', 'none', '--port', '0'])
+"""
+
+
+def test_nothing_heavy_is_imported_before_engines_begin() -> None:
+    done = subprocess.run((sys.executable, "-c", BEFORE_ENGINES), capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1 []\n", done.stderr

@@ -10,13 +10,12 @@ import argparse
 import json
 import logging
 
-from anycore import plugins
 from anycore.cli.flags import Once, Parser, add_flags
 from anycore.cli.progress import show_progress
 from anycore.cli.settings import gather
 from anycore.config import ModelConfig, ServerConfig, shown
 from anycore.distributed.settings import check
-from anycore.ranks import follower, meeting
+from anycore.ranks import meeting
 from anycore.server import logs
 from anycore.server.beforehand import check_names
 from anycore.server.run import serve
@@ -47,6 +46,7 @@ def run(options: argparse.Namespace) -> int:
     check_names(settings.models)
     check(settings.server, settings.models)
     if options.dry_run:
+        from anycore import plugins
         from anycore.cli import dry_run
 
         report = dry_run.effective(settings, plugins.load())
@@ -54,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     met = meeting.from_environment()
     if met is not None and met.rank > 0 and any(model.tensor_parallel_size > 1 for model in settings.models):
+        from anycore.ranks import follower
+
         return follower.main(met)  # torchrun starts the same command for every rank, of which the first one serves
     logs.of_server(settings.server, settings.server.api_key)
     log.info("server: %s", shown(settings.server) or "defaults")

@@ -1,4 +1,7 @@
-"""What `serve` refuses before it starts anything, from settings and small files alone; its --dry-run asks here, too."""
+"""What `serve` refuses before it starts anything, from settings and small files alone; its --dry-run asks here, too.
+
+Engines start to import only behind it: what few models need is imported where they do.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from anycore.config import ModelConfig, ServerConfig
-from anycore.engine.defaults import sampling_defaults
 from anycore.errors import ConfigError
 from anycore.server.auth import read_keys
 from anycore.server.keys import Key
 from anycore.server.tls import Certificate, certificate_of
-from anycore.text.template import read_template
 
 
 class Checked(NamedTuple):
@@ -55,8 +56,13 @@ def check_files(model: ModelConfig) -> None:
     Raises:
         ConfigError: it is not what it should be.
     """
-    sampling_defaults(None, model.override_generation_config)
+    if model.override_generation_config is not None:
+        from anycore.engine.defaults import sampling_defaults
+
+        sampling_defaults(None, model.override_generation_config)
     if model.chat_template is not None:
+        from anycore.text.template import read_template
+
         read_template(model.chat_template)
 
 

@@ -19,20 +19,22 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anycore.config import ModelConfig, ServerConfig, flag
 from anycore.errors import ConfigError
 from anycore.server import aside, logs
 from anycore.server.auth import Guard
 from anycore.server.beforehand import check
-from anycore.server.bridge import EngineClient
-from anycore.server.fronts import Fronts
 from anycore.server.keys import Key
 from anycore.server.ledger import LEDGER, Ledger
 from anycore.server.port import listen, url_of
 from anycore.server.reload import Reload
 from anycore.server.spares import Spares
 from anycore.server.tls import Certificate
+
+if TYPE_CHECKING:
+    from anycore.server.bridge import EngineClient
 
 SOCKET_PATH = 100  # bytes that every system allows for the path of a local socket, its name included
 
@@ -42,13 +44,13 @@ def serve(
     models: Sequence[ModelConfig],
     *,
     progress: Callable[[str, float], None] | None = None,
-    client: Callable[..., EngineClient] = EngineClient,
+    client: Callable[..., EngineClient] | None = None,
 ) -> int:
     """Serve until stopped; return the exit code: 0 after a drain, that of an engine that died, 128 + a second signal.
 
     Args:
         progress: told "model: activity" and how far it is, 0 to 1; without it, activities are logged.
-        client: makes the front's end of each engine.
+        client: makes the front's end of each engine; without it, that of an engine process.
 
     Raises:
         AnycoreError: the server cannot be started as asked; `exit_code` fits.
@@ -95,23 +97,25 @@ async def _serve(
     certificate: Certificate | None,
     listener: socket.socket,
     progress: Callable[[str, float], None] | None,
-    client: Callable[..., EngineClient],
+    client: Callable[..., EngineClient] | None,
 ) -> int:
     directory, waiting, several = private_directory(), Spares(), config.api_servers > 1
     try:
-        if client is EngineClient:
+        if client is None:
             await waiting.start(sum(len(model.placement) for model in models if model.url is None))
-            client = partial(EngineClient, waiting=waiting)
         if several:
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(shared_metrics(directory))  # read when it is imported
         guard = Guard(keys, Ledger(directory / LEDGER, 0, config.api_servers) if several else None)
         gc.disable()  # imports leave no garbage
         try:
-            from anycore.server.lifecycle import Server  # heavy imports start here, once the port is ours
+            from anycore.server.bridge import EngineClient  # heavy imports start here, beside those of the engines
+            from anycore.server.fronts import Fronts
+            from anycore.server.lifecycle import Server
         finally:
             gc.freeze()  # what has been imported stays: requests do not wait until it has been looked through again
             gc.enable()
 
+        client = client or partial(EngineClient, waiting=waiting)
         fronts = Fronts(config.api_servers - 1) if several else None
         server = Server(
             config, models, guard, directory, certificate=certificate, progress=progress, client=client, fronts=fronts

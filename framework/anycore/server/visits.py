@@ -8,9 +8,12 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from anycore.engine.request import NewRequest, RequestRecord
 from anycore.errors import AnycoreError
+
+if TYPE_CHECKING:  # whatever logs imports this, before a server has started its engines
+    from anycore.engine.request import NewRequest, RequestRecord
 
 KEPT = 64  # engine requests of one visit that are remembered one by one; a rerank may have thousands
 
