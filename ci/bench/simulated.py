@@ -11,8 +11,8 @@ compared figures is further off than --bar. FOLDER keeps step times, workloads a
 With --here the engine runs in this process, without HTTP, and time is this process's time on a core: other processes
 then count little. That is for backends that compute on the host, with --threads 1.
 
-With --paced the device is one that only waits (paced.py): what is compared then is all but the device. With --event-us
-its fronts wait, too, before each event that they send, so that they are short of time.
+With --paced the device is one that only waits (paced.py): what is compared then is all but the device. With --piece-us
+its fronts wait, too, before each piece of text that they send, so that they are short of time.
 
 What the front is busy with is measured with the steps. What requests that come one at a time take to their first token
 beyond what is predicted is a "delay" of each: processes that wake each other, and the client.
@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--extra-body", default="{}", help="further fields of every request")
     parser.add_argument("--here", action="store_true", help="in this process, in its time on a core")
     parser.add_argument("--paced", type=float, metavar="X", help="a device that waits, X times as long as it might")
-    parser.add_argument("--event-us", type=float, default=0.0, metavar="US", help="what its fronts wait for each event")
+    parser.add_argument("--piece-us", type=float, default=0.0, metavar="US", help="what its fronts wait for each piece")
     parser.add_argument("--fronts", type=int, default=1, help="front processes")
     parser.add_argument("--once", action="store_true", help="measure steps before the workloads only")
     parser.add_argument("--bar", type=float, default=0.15)
@@ -117,7 +117,7 @@ def main() -> int:
     options = parser.parse_args(words[:cut])
     options.flags = words[cut + 1 :]
     if options.paced:
-        folder = str(paced.install(options.out / "site", options.paced, options.event_us / 1e6).resolve())
+        folder = str(paced.install(options.out / "site", options.paced, options.piece_us / 1e6).resolve())
         os.environ["PYTHONPATH"] = os.pathsep.join([folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         options.flags += ["--backend", "paced"]
     options.simulated = without(options.flags, "--threads")

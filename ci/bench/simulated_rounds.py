@@ -180,13 +180,12 @@ class Round:
         return ["--api-servers", str(self.options.fronts)]
 
     def _front_flags(self) -> list[str]:
-        """What the device's own fronts wait, beside what was measured: once for a piece, twice more at the end."""
-        more = self.options.event_us
+        """What fronts wait for each piece, where they do, beside what was measured."""
+        more = self.options.piece_us
         if not more:
             return self._fronts()
         found = json.loads(self.steps.read_text())["front"]
-        pieces, requests = 1e6 * found["chunk"] + more, 1e3 * found["request"] + 2e-3 * more
-        return [*self._fronts(), "--front-us", str(pieces), "--front-ms", str(requests)]
+        return [*self._fronts(), "--front-us", str(1e6 * (found["chunk"] + found["token"]) + more)]
 
     def path(self, work: Workload) -> Path:
         return self.folder / f"{work.name.replace(', ', '-').replace(' ', '-')}.jsonl"

@@ -37,7 +37,7 @@ SETTLING = Flow(streams=4, requests=4, prompt=SHORT, tokens=8)
 
 
 def flows(longest: int) -> list[Flow]:
-    """Requests that are short and long, tokens one by one, together, faster than they can be passed on, and all mixed."""
+    """Requests that are short and long, tokens one by one, together, faster than they can be passed on, and mixed."""
     most = max(1, min(200, longest - SHORT))
     return [
         Flow(streams=4, requests=20, prompt=SHORT, tokens=1),
