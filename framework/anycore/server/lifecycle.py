@@ -12,7 +12,7 @@ from pathlib import Path
 from anycore import plugins
 from anycore.config import ModelConfig, ServerConfig
 from anycore.errors import Unavailable
-from anycore.server import wire
+from anycore.server import crowd, wire
 from anycore.server.app import create_app
 from anycore.server.aside import aside
 from anycore.server.auth import Guard
@@ -164,6 +164,7 @@ class Server:
         Raises:
             AnycoreError: a model cannot be served.
         """
+        crowd.watch(asyncio.get_running_loop())
         http = HttpServer(
             self.app,
             self._certificate,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from anycore.config import ModelConfig, ServerConfig, flag
 from anycore.errors import ConfigError
-from anycore.server import aside, logs
+from anycore.server import aside, crowd, logs
 from anycore.server.auth import Guard
 from anycore.server.beforehand import check
 from anycore.server.keys import Key
@@ -57,6 +57,7 @@ def serve(
     """
     keys, secrets, certificate = check(config, models)
     logs.of_server(config, secrets)
+    crowd.make_room()
     listener = open_port(config)
     with listener:
         code = asyncio.run(_serve(config, models, keys, certificate, listener, progress, client))
