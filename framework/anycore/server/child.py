@@ -1,4 +1,4 @@
-"""The engine process of one model: `python -m anycore.server.child`, started and fed by `bridge.EngineClient`.
+"""The engine process of one model, started by `ahead` and fed by `bridge.EngineClient`.
 
 It plans, waits for the word to load, loads, and then turns the loop: commands in, one engine step, one report out.
 It exits when told, when the engine fails, and at once when its parent is gone.
@@ -30,14 +30,6 @@ from anycore.server import logs, wire
 PAUSE = 0.05  # seconds without any command, after which nobody is likely to wait
 LINGER_MS = 2000  # how long last words may take to leave
 PR_SET_PDEATHSIG = 1
-AHEAD = (
-    "torch",
-    "anycore.ranks.leader",
-    "anycore.contract.selfcheck",
-    "anycore.engine.warmup",
-    "anycore.models.loader",
-)
-"""What every engine is built with, the longest to import first."""
 
 log = logging.getLogger(__name__)
 
@@ -242,22 +234,6 @@ def main(launch: Launch) -> int:
     return run(boot, launch)
 
 
-def import_ahead() -> None:
-    """Begin to import what `build` will, while the front finds out what it has to say."""
-    gc.disable()  # imports leave no garbage
-
-    def work() -> None:
-        try:
-            for name in AHEAD:
-                importlib.import_module(name)
-        except Exception:
-            log.debug("importing ahead failed, as whoever needs it will be told", exc_info=True)
-        finally:
-            gc.enable()
-
-    threading.Thread(target=work, name="import-ahead", daemon=True).start()
-
-
 def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Build]:
     """Plan the real engine."""
     from anycore import plugins  # heavy imports start here, once the parent is watched
@@ -281,10 +257,3 @@ def launch_model(boot: wire.Boot, progress: Progress) -> tuple[wire.Planned, Bui
         return engine, engine.card
 
     return planned, build_engine
-
-
-if __name__ == "__main__":
-    import_ahead()
-    code = main(launch_model)
-    logging.shutdown()
-    os._exit(code)  # Python would spend a second and more on taking torch apart, and the front waits

@@ -7,7 +7,7 @@ import os
 import sys
 from contextlib import suppress
 
-COMMAND = (sys.executable, "-m", "anycore.server.child")
+COMMAND = (sys.executable, "-m", "anycore.server.ahead")
 
 
 async def start(command: tuple[str, ...] | None = None) -> asyncio.subprocess.Process:
