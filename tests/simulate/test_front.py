@@ -13,7 +13,7 @@ from anycore.engine.scheduler import Step
 from anycore.simulate.arrivals import Conversation, Drawn, Turn
 from anycore.simulate.engine import Settings
 from anycore.simulate.fleet import Fleet
-from anycore.simulate.front import BEFORE, PASSES, Connections
+from anycore.simulate.front import BEFORE, BETWEEN, ENTERING, Connections
 from anycore.simulate.measured import FrontTimes
 from anycore.simulate.report import lines, summarize
 from anycore.simulate.search import Point
@@ -66,10 +66,20 @@ def test_a_request_alone_takes_what_it_takes() -> None:
     whole = TIMES.request + 10 * TIMES.prompt
     piece = TIMES.wake + TIMES.token + TIMES.chunk
     entered = BEFORE * whole + 0.5
-    assert found.first[0] == pytest.approx(entered + 0.011 + piece)
-    assert found.end[0] == pytest.approx(entered + 0.011 + 2 * 0.0101 + piece + (1 - BEFORE) * whole)
+    assert found.first[0] == pytest.approx(entered + 0.011 + piece + BETWEEN * whole)
+    assert found.end[0] == pytest.approx(entered + 0.011 + 2 * 0.0101 + piece + (1 - BEFORE - BETWEEN) * whole)
     assert found.fronts[0].busy == pytest.approx(whole + 3 * piece)
     assert found.longest[0] == pytest.approx(0.0101)
+
+
+def test_what_comes_before_the_first_piece_is_sent_right_after_it() -> None:
+    """Steps are faster than an answer's opening: its first piece is one token, its second all that came meanwhile."""
+    talk = Conversation(0.0, [Turn(range(1000, 1010), 9)])
+    found = Fleet(SETTINGS, [lambda step: 1e-4], FrontTimes(request=0.1, chunk=1e-3)).run([talk])
+    front = found.fronts[0]
+    assert (front.tokens, front.chunks) == (9, 2)
+    assert found.longest[0] == pytest.approx(1e-3)
+    assert found.end[0] == pytest.approx(0.1 + 1e-4 + 2e-3)
 
 
 def test_requests_that_come_together_are_ready_together() -> None:
@@ -81,7 +91,7 @@ def test_requests_that_come_together_are_ready_together() -> None:
     fleet.engines[0].send = lambda sequence, now: (entered.append(now), send(sequence, now))[1]  # type: ignore
     fleet.run(talks)
     assert entered[-1] == pytest.approx(8 * BEFORE)
-    assert entered[-1] - entered[0] == pytest.approx(7 * BEFORE / PASSES)
+    assert entered[-1] - entered[0] == pytest.approx(7 * BEFORE / ENTERING)
 
 
 def test_a_front_that_is_late_sends_fewer_longer_pieces() -> None:

@@ -172,3 +172,17 @@ def test_flags_that_make_no_sense_are_refused(
 ) -> None:
     assert main(["simulate", str(small), "--backend", "cpu", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_without_a_tokenizer_the_front_is_left_out_and_that_is_said(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).symlink_to(small / name)
+    assert main(["bench", "kernels", str(bare), "--steps", "--seconds", "0.001", *FLAGS]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["front"] is None
+    assert "give --front-ms to simulate" in said.err
+    assert "tokenizer" in said.err

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from datetime import datetime, timezone
 
 from anycore import __version__, plugins
@@ -19,12 +20,14 @@ from anycore.cli.local import add_model_flags
 from anycore.cli.progress import show_progress
 from anycore.cli.settings import given
 from anycore.config import ModelConfig
-from anycore.errors import ConfigError
+from anycore.errors import AnycoreError, ConfigError
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 LENGTHS = (128, 512, 1024, 2048, 4096)
 REQUESTS = (1, 8, 32)
 FRONT_SECONDS = 0.1  # of each kind of step, from which on the front is measured twice, too
+
+log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -114,7 +117,11 @@ def whole_steps(config: ModelConfig, seconds: float) -> int:
         from anycore.cli import front_times
 
         progress("measure the front", 0.0)
-        found = msgspec.structs.replace(found, front=front_times.measure(prepared, 1 if seconds < FRONT_SECONDS else 2))
+        try:
+            front = front_times.measure(prepared, 1 if seconds < FRONT_SECONDS else 2)
+            found = msgspec.structs.replace(found, front=front)
+        except AnycoreError as error:  # such as a model that cannot be served for want of a tokenizer
+            log.warning("what the front takes is not in the file, give --front-ms to simulate: %s", error.message)
     print(msgspec.json.encode(found).decode())
     return 0
 

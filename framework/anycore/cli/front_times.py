@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -95,27 +96,28 @@ async def through(prepared: Prepared, order: Sequence[Flow]) -> list[Spent]:
     gguf = str(source.gguf) if source.gguf else None
     about = msgspec.json.encode(wire.Planned(prepared.card(), source.name, str(source.folder), gguf)).decode()
     command = (sys.executable, "-m", "anycore.cli.flood_engine", about, str(vocabulary))
-    with listen("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-        server = Server(
-            ServerConfig(log_level="error"), [config], Guard(()), private_directory(),
-            client=partial(Counting, command=command),
-        )  # fmt: skip
-        serving = asyncio.create_task(server.run(listener))
-        try:
-            await ready(server)
-            send = partial(spent, port, config.names[0], vocabulary)
-            await send(SETTLING)
-            return [await send(flow) for flow in order]
-        finally:
-            server.signalled(15)
-            await serving
+    directory = private_directory()
+    try:
+        with listen("127.0.0.1", 0) as listener:
+            client = partial(Counting, command=command)
+            server = Server(ServerConfig(log_level="error"), [config], Guard(()), directory, client=client)
+            serving = asyncio.create_task(server.run(listener))
+            try:
+                await ready(server, serving)
+                send = partial(spent, listener.getsockname()[1], config.names[0], vocabulary)
+                await send(SETTLING)
+                return [await send(flow) for flow in order]
+            finally:
+                server.signalled(15)
+                await serving
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
-async def ready(server: Server) -> None:
+async def ready(server: Server, serving: asyncio.Task[int]) -> None:
     end = time.monotonic() + READY_SECONDS
     while not server.served[0].ready:
-        if time.monotonic() > end:
+        if serving.done() or time.monotonic() > end:
             raise Unavailable("the front that was to be measured did not become ready")
         await asyncio.sleep(0.01)
 

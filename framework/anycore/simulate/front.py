@@ -15,10 +15,11 @@ from collections.abc import Sequence as Several
 from anycore.simulate.engine import Sequence
 from anycore.simulate.measured import FrontTimes
 
-PASSES = 9
-"""Turns of the event loop from a request's first byte to the engine's command, as counted in the server."""
-BEFORE = 0.67
-"""Share of a request's work that is done until then, as timed in the server; the rest comes with its answer's end."""
+ENTERING, OPENING = 10, 7
+"""Passes from a request's first byte to the engine's command, and from its first token to the answer's first piece,
+as counted in the server."""
+BEFORE, BETWEEN = 0.65, 0.17
+"""Shares of a request's work that are done in the ones and in the others, as timed there; the rest comes at its end."""
 
 Moment = tuple[float, Sequence]
 
@@ -29,17 +30,20 @@ class Front:
     def __init__(self, times: FrontTimes) -> None:
         self.next_turn = math.inf
         self.busy = 0.0
-        self.chunks = self.tokens = self.requests = self.prompts = 0
+        self.chunks = self.tokens = 0
         self.gaps: Counter[int] = Counter()  # microseconds between two pieces of an answer
         self._times = times
         self._until = 0.0  # the end of the pass that was begun last
-        self._new: list[tuple[int, Sequence]] = []  # requests, and the stages that each has left
+        self._new: list[tuple[int, Sequence]] = []  # requests, and the passes that each has left
+        self._opening: dict[Sequence, int] = {}  # answers that have had their first token, and the passes left
+        self._more: set[Sequence] = set()  # those of them that have had another since
         self._reports: list[tuple[Several[Sequence], Several[Sequence]]] = []
+        self._is_noticed = False  # that there are reports: the next pass takes them
         self._late: dict[Sequence, None] = {}  # answers that have had tokens since they were written last
 
     def ask(self, sequence: Sequence, now: float) -> None:
         """A request comes."""
-        self._new.append((PASSES, sequence))
+        self._new.append((ENTERING, sequence))
         self._wake(now)
 
     def report(self, sequences: Several[Sequence], finished: Several[Sequence], now: float) -> None:
@@ -53,48 +57,84 @@ class Front:
 
     def turn(self) -> tuple[list[Moment], list[Moment]]:
         """A pass; return which answers have ended, and which requests leave for an engine, with the moments of both."""
-        times, began = self._times, self.next_turn
-        now, ended, asked = began, [], []
-        late, self._late = self._late, {}
-        gaps, chunk = self.gaps, times.chunk
-        for sequence in late:
-            now += chunk
-            shown = sequence.shown
-            if shown == shown:  # a number: there was one before
-                gap = now - shown
-                gaps[round(gap * 1e6)] += 1
-                if gap > sequence.widest:
-                    sequence.widest = gap
-            else:
-                sequence.first = now
-            sequence.shown = now
-            if sequence.ended:
-                now += (1 - BEFORE) * self._request(sequence)
-                ended.append((now, sequence))
-        self.chunks += len(late)
+        began = self.next_turn
+        now, ended = self._write(began)
+        asked = []
         left = []
-        for stages, sequence in self._new:
-            now += BEFORE * self._request(sequence) / PASSES
-            if stages > 1:
-                left.append((stages - 1, sequence))
+        for passes, sequence in self._new:
+            now += BEFORE * self._request(sequence) / ENTERING
+            if passes > 1:
+                left.append((passes - 1, sequence))
             else:
                 asked.append((now, sequence))
-                self.requests += 1
-                self.prompts += sequence.num_prompt
         self._new = left
-        if self._reports:
-            now += times.wake
-            reports, self._reports = self._reports, []
-            for sequences, finished in reports:
-                now += times.token * len(sequences)
-                self.tokens += len(sequences)
-                self._late |= dict.fromkeys(sequences)
-                for sequence in finished:
-                    sequence.ended = True
+        if self._is_noticed:
+            now = self._read(now)
+        else:
+            self._is_noticed = bool(self._reports)
         self.busy += now - began
         self._until = now
-        self.next_turn = now if self._late or self._new else math.inf
+        goes_on = self._late or self._new or self._opening or self._is_noticed
+        self.next_turn = now if goes_on else math.inf
         return ended, asked
+
+    def _write(self, now: float) -> tuple[float, list[Moment]]:
+        """Send a piece of every answer that has had tokens; return when that is done, and which have ended."""
+        ended: list[Moment] = []
+        late, self._late = self._late, {}
+        gaps, chunk = self.gaps, self._times.chunk
+        for sequence in late:
+            shown = sequence.shown
+            if shown != shown:  # not a number: nothing of it was sent yet
+                if sequence in self._opening:
+                    self._more.add(sequence)
+                else:
+                    self._opening[sequence] = OPENING
+                continue
+            now += chunk
+            self.chunks += 1
+            gap = now - shown
+            gaps[round(gap * 1e6)] += 1
+            if gap > sequence.widest:
+                sequence.widest = gap
+            sequence.shown = now
+            if sequence.ended:
+                now = self._end(sequence, now, ended)
+        for sequence, passes in list(self._opening.items()):
+            now += BETWEEN * self._request(sequence) / OPENING
+            self._opening[sequence] = passes - 1
+            if passes > 1:
+                continue
+            del self._opening[sequence]
+            now += chunk
+            self.chunks += 1
+            sequence.first = sequence.shown = now
+            if sequence in self._more:
+                self._more.remove(sequence)
+                now += chunk
+                self.chunks += 1
+                gaps[round(chunk * 1e6)] += 1
+                sequence.shown, sequence.widest = now, chunk
+            if sequence.ended:
+                now = self._end(sequence, now, ended)
+        return now, ended
+
+    def _end(self, sequence: Sequence, now: float, ended: list[Moment]) -> float:
+        now += (1 - BEFORE - BETWEEN) * self._request(sequence)
+        ended.append((now, sequence))
+        return now
+
+    def _read(self, now: float) -> float:
+        """Take all that engines have reported; return when that is done."""
+        reports, self._reports, self._is_noticed = self._reports, [], False
+        now += self._times.wake
+        for sequences, finished in reports:
+            now += self._times.token * len(sequences)
+            self.tokens += len(sequences)
+            self._late |= dict.fromkeys(sequences)
+            for sequence in finished:
+                sequence.ended = True
+        return now
 
     def _request(self, sequence: Sequence) -> float:
         return self._times.request + self._times.prompt * sequence.num_prompt
