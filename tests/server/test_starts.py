@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 from server.harness import serve_process
 
 from anycore.models.source import Source
-from anycore.server import spares
+from anycore.server import ahead, spares
 from anycore.server.spares import Spares
 from anycore.text.tokenizer import Tokenizer
 
@@ -85,6 +87,65 @@ def test_an_engine_process_without_settings_ends() -> None:
     assert "anycore serve" in alone.stderr
     left = subprocess.run(spares.COMMAND, input="", capture_output=True, text=True, timeout=60)
     assert (left.returncode, left.stderr) == (1, "")
+
+
+AHEAD = """
+import gc, sys, threading
+from pathlib import Path
+from anycore.server import ahead
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._C":
+            print("libtorch_cpu" in Path("/proc/self/maps").read_text())
+
+sys.meta_path.insert(0, Watch())
+ahead.begin()
+print("torch" in sys.modules, gc.isenabled())
+next(thread for thread in threading.enumerate() if thread.name == "import-ahead").join()
+looked = []
+gc.callbacks.append(lambda phase, info: looked.append(info))
+kept = [[] for _ in range(2000)]
+print("anycore.models.loader" in sys.modules, gc.isenabled(), len(gc.get_objects()) < 50_000, bool(looked))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells what a process has loaded from /proc")
+def test_what_engines_are_built_with_is_imported_ahead() -> None:
+    done = subprocess.run((sys.executable, "-c", AHEAD), capture_output=True, text=True, timeout=60)
+    first, library, then = done.stdout.splitlines()
+    assert first == "False False"  # it goes on beside
+    assert library == str(not any((Path(place_of_torch()).parent / "lib").glob("libc10_*")))
+    assert then == "True True True True"
+
+
+def place_of_torch() -> str:
+    found = importlib.util.find_spec("torch")
+    assert found is not None
+    assert found.origin is not None
+    return found.origin
+
+
+def test_libraries_of_builds_for_devices_are_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class System:
+        def dlopen(self, path: bytes, flags: int) -> None:
+            opened.append(Path(path.decode()).name)
+
+    opened: list[str] = []
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: System())
+    ahead.load_libraries()  # there are none
+    (tmp_path / "lib").mkdir()
+    for name, _ in ahead.LIBRARIES:
+        (tmp_path / "lib" / name).touch()
+    ahead.load_libraries()
+    assert opened == ["libtorch_global_deps.so", "libtorch_cpu.so"]
+    (tmp_path / "lib" / "libc10_device.so").touch()
+    ahead.load_libraries()
+    spec.origin = None
+    ahead.load_libraries()
+    assert len(opened) == 2
 
 
 BEFORE_ENGINES = """

@@ -41,6 +41,7 @@ def begin() -> None:
         except Exception:
             log.debug("importing ahead failed, as whoever needs it will be told", exc_info=True)
         finally:
+            gc.freeze()  # or all that has been imported would be looked through at once, for a tenth of a second
             gc.enable()
 
     threading.Thread(target=work, name="import-ahead", daemon=True).start()
