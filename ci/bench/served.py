@@ -28,6 +28,8 @@ from anycore.cli.workloads import GENERATIONS, Ids, corpus
 START_GOAL, START_SECONDS, STREAMS_GOAL = 2.0, 3.0, 0.85
 PATIENCE = 120
 ANYCORE = [sys.executable, "-m", "anycore.cli.main"]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+"""With that each start of a checkout compiles anycore's own sources, which come compiled where it is installed."""
 Words = list[str]
 
 
@@ -76,7 +78,9 @@ def streams(model: str, flags: Words, ids: Ids, rounds: int) -> bool:
     offline: list[float] = []
     for _ in range(rounds):
         command = [*ANYCORE, "bench", "offline", model, "--workload", "G2", "--runs", "1", *flags]
-        offline.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["out_tok_s"])
+        offline.append(
+            json.loads(subprocess.run(command, stdout=subprocess.PIPE, env=ENVIRONMENT, check=True).stdout)["out_tok_s"]
+        )
         with served([*ANYCORE, "serve", model, *flags], "/ready") as port:
             fixed = {"model": name_of(port), "temperature": 0, "ignore_eos": True, "stream": True}
             fixed |= {"stream_options": {"include_usage": True}}
@@ -100,7 +104,9 @@ def served(command: Words, path: str) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT
+    )
     try:
         began = time.perf_counter()
         while not ready(port, path):
