@@ -16,6 +16,11 @@ TEXTS = ["Paris is the capital of France.", "The quick brown fox jumps over the 
 SMALL = ["--dtype", "float32", "--kv-cache-memory", "4MiB", "--max-num-seqs", "4", "--threads", "1"]
 
 
+def piped(text: str) -> io.TextIOWrapper:
+    """Standard input that is a pipe."""
+    return io.TextIOWrapper(io.BytesIO(text.encode()))
+
+
 def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
@@ -36,7 +41,7 @@ def test_generate_continues_each_prompt(t_lm: Path, capsys: pytest.CaptureFixtur
 def test_generate_takes_standard_input_as_one_prompt(
     t_lm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("yes no\nyes no\n"))
+    monkeypatch.setattr("sys.stdin", piped("yes no\nyes no\n"))
     assert main(["generate", str(t_lm), "--max-tokens", "2", "--temperature", "0", "--json", *SMALL]) == 0
     (line,) = lines(capsys)
     assert json.loads(line)["prompt"] == "yes no\nyes no\n"
@@ -62,14 +67,27 @@ def test_embed_prints_a_vector_a_text(t_bert: Path, capsys: pytest.CaptureFixtur
         assert item["embedding"] == pytest.approx(vector, abs=1e-6)
 
 
+def test_standard_input_is_utf_8_in_lines_as_other_tools_count_them(
+    t_bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts were divided at U+2028 and form feeds, too, so that vectors no longer stood beside their lines."""
+    monkeypatch.setattr("sys.stdin", piped("\ufeffone\u2028line\r\nanother\fline\n"))
+    assert main(["embed", str(t_bert), "--json", *SMALL]) == 0
+    said = capsys.readouterr().out.rstrip("\n").split("\n")
+    assert [json.loads(line)["text"] for line in said] == ["one\u2028line", "another\fline"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ok\ncaf\xe9\n")))
+    assert main(["embed", str(t_bert), "--json", *SMALL]) == 2
+    assert "standard input must be UTF-8, and line 2 is not (byte 0xe9)" in capsys.readouterr().err
+
+
 def test_embed_and_rerank_take_a_line_each_from_standard_input(
     t_bert: Path, t_ce: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "\n\n".join(TEXTS) + "\n"
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    monkeypatch.setattr("sys.stdin", piped(text))
     assert main(["embed", str(t_bert), "--json", *SMALL]) == 0
     assert [json.loads(line)["text"] for line in lines(capsys)] == TEXTS
-    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    monkeypatch.setattr("sys.stdin", piped(text))
     assert main(["rerank", str(t_ce), "capital of France", "--json", *SMALL]) == 0
     assert {json.loads(line)["document"] for line in lines(capsys)} == set(TEXTS)
 
@@ -87,7 +105,7 @@ def test_rerank_prints_documents_best_first(t_ce: Path, capsys: pytest.CaptureFi
 def test_chat_answers_in_this_process(
     t_lm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("yes no\n/exit\n"))
+    monkeypatch.setattr("sys.stdin", piped("yes no\n/exit\n"))
     assert main(["chat", str(t_lm), "--max-tokens", "5", "--temperature", "0", *SMALL]) == 0
     override = '{"temperature": 0, "max_tokens": 5}'
     llm = LLM(str(t_lm), task="generate", dtype="float32", kv_cache_memory=2**22, override_generation_config=override)
@@ -115,7 +133,7 @@ def test_what_cannot_be_done_is_one_message_and_an_exit_code(
 
 
 def test_no_input_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr("sys.stdin", piped(""))
     assert main(["embed", "m"]) == 2
     assert "there is no input: give it as arguments, or on standard input" in capsys.readouterr().err
 

@@ -97,8 +97,24 @@ def texts_or_stdin(texts: list[str], *, lines: bool) -> list[str]:
     if texts:
         return texts
     if not sys.stdin.isatty():
-        read = sys.stdin.read()
-        texts = [line for line in read.splitlines() if line.strip()] if lines else [read] if read else []
+        read = read_stdin()
+        texts = [line for line in read.split("\n") if line.strip()] if lines else [read] if read else []
     if not texts:
         raise BadRequest("there is no input: give it as arguments, or on standard input")
     return texts
+
+
+def read_stdin() -> str:
+    """Return all of standard input, without the mark that Windows writes before UTF-8 and with plain line breaks.
+
+    Raises:
+        BadRequest: it is not UTF-8.
+    """
+    data = sys.stdin.buffer.read()
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadRequest(
+            f"standard input must be UTF-8, and line {line} is not (byte {data[error.start]:#04x}): convert it (iconv)"
+        ) from None
