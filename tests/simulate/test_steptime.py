@@ -167,3 +167,15 @@ def test_launching_is_that_of_the_next_size_that_was_measured() -> None:
     assert [of(0, n) for n in (1025, 1500, 4000)] == [9e-3] * 3
     assert of(0, 2000, Fitted(times([*plain, *mixed]), 4096)) == 0.0
     assert of(0, 64, Fitted(times(grid(), overlap=True), 4096)) == 0.0
+
+
+def test_prompts_that_an_idle_engine_waited_for_say_nothing_of_the_device() -> None:
+    """Launching hides what they compute; beside decodes it is hidden itself, and what is seen is the device's."""
+    plain = [Measured(n, 64 * n, [], [20e-3], [1e-3]) for n in (1, 8)]
+    beside = [Measured(1, 64, [(0, n)], [(20 + n / 8) * 1e-3] * 3, [30e-3] * 3) for n in (16, 64, 256)]
+    alone = [Measured(0, 0, [(0, n)], [max(31.0, 20 + n / 8) * 1e-3] * 3, [30e-3] * 3) for n in (17, 65)]
+    fitted = Fitted(times([*plain, *beside, *alone], overlap=True), 512, noise=False)
+    assert fitted.quality()["mixed"]["steps"] == 3
+    assert fitted(step_of(1, 64, [(0, 16)])) == pytest.approx(22e-3, rel=0.02)
+    in_turn = Fitted(times([*plain, *beside, *alone]), 512, noise=False)
+    assert in_turn.quality()["mixed"]["steps"] == 5

@@ -106,7 +106,9 @@ def waits(step: Measured) -> bool:
 
     That says nothing of what they take behind another step, and `launching` accounts for it.
     """
-    return not step.decodes and bool(step.launch) and np.median(step.launch) > LAUNCH_BOUND * np.median(step.seconds)
+    if step.decodes or not step.launch:
+        return False
+    return float(np.median(step.launch)) > LAUNCH_BOUND * float(np.median(step.seconds))
 
 
 def stairs(steps: Sequence[Measured], most: int) -> list[float]:
