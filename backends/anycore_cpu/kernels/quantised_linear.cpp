@@ -15,7 +15,7 @@ constexpr long ROWS = 256;              // of a task: they stay in a core's seco
 constexpr long RUN = 8;                 // panels of a task at most
 constexpr long TASKS = 4;               // of each thread, before any has more than one panel
 constexpr long ROUNDED = 512;           // rows at a time, so that they take little memory
-constexpr long SERIAL = 1L << 19;       // products that are done before another thread has woken up
+constexpr long SERIAL = 1L << 17;       // products that are done before another thread has woken up
 constexpr long SERIAL_ROWS = 1L << 15;  // numbers that are rounded before another thread has
 constexpr long TOGETHER = 16;           // rows whose scales share a cache line: threads would take it from each other
 [[maybe_unused]] constexpr long TILE_ROWS = 8;  // fewer are multiplied sooner by dot products: the results are equal
@@ -55,7 +55,7 @@ void finish(const float* sums, long rows, long columns, float factor, const bf16
 long run_of(long panels, long blocks, long threads) {
     const long most = std::max(1L, std::min(RUN, panels * blocks / (TASKS * threads)));
     long best = most, least = LONG_MAX;
-    for (long run = most; 2 * run > most; run--) {
+    for (long run = most; run > 0 && 2 * run >= most; run--) {
         const long tasks = (panels + run - 1) / run * blocks, last = (tasks + threads - 1) / threads * run;
         if (last < least) best = run, least = last;
     }
