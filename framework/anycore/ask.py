@@ -46,7 +46,7 @@ class Report:
 
 
 def check(question: Question, plugins: Plugins, model: Model) -> Report:
-    """Ask the backend that the question names, or every one.
+    """Ask the backend that the question names, those whose tables name its chip, or every one.
 
     Raises:
         PluginError: there is no backend of that name.
@@ -58,8 +58,8 @@ def check(question: Question, plugins: Plugins, model: Model) -> Report:
     for name in question.features:
         if name not in FEATURES:
             raise ConfigError(f"there is no feature {name!r}; there are {', '.join(FEATURES)}", param="features")
-    named = question.backend is not None
-    asked = [plugins.backend(question.backend)] if question.backend is not None else list(plugins.backends)
+    named = question.backend is not None or question.chip is not None
+    asked = [plugins.backend(question.backend)] if question.backend is not None else _those_of(question.chip, plugins)
     answers = []
     for spec in asked:
         own = replace(question, backend=spec.name)
@@ -71,6 +71,26 @@ def check(question: Question, plugins: Plugins, model: Model) -> Report:
         return Report(question, None, (), tuple(answers))
     tasks = tuple(task.value for task in model.spec.tasks)
     return Report(question, model.spec.architecture, tasks, tuple(answers))
+
+
+def _those_of(chip: str | None, plugins: Plugins) -> list[BackendSpec]:
+    """The backends that a chip is for: one whose rows are for any chip does not answer for what others drive.
+
+    Raises:
+        ConfigError: none of them knows it by this name.
+    """
+    if chip is None:
+        return list(plugins.backends)
+    chips = {spec.name: dict.fromkeys(chip for row in spec.support for chip in row.chips) for spec in plugins.backends}
+    found = [spec for spec in plugins.backends if chip in chips[spec.name]]
+    if not found:
+        known = ", ".join(dict.fromkeys(name for names in chips.values() for name in names))
+        raise ConfigError(
+            f"there is no chip {chip!r} in any backend's table; there are {known}. Of another one, ask a backend: "
+            "--backend NAME",
+            param="chip",
+        )
+    return found
 
 
 def covered_rows(question: Question, plugins: Plugins) -> dict[str, set[int]]:

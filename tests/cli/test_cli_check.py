@@ -89,6 +89,18 @@ def test_h08_a_chip_that_is_not_here_is_answered_for(capsys: pytest.CaptureFixtu
     }
 
 
+def test_h08_a_chip_is_answered_for_by_those_who_drive_it(capsys: pytest.CaptureFixture[str], bert: str) -> None:
+    """The CPU's rows for any chip made every answer a yes, of a chip that is refused and of one that is misspelt."""
+    code, report = asked(capsys, bert, "--task", "rerank", "--chip", "310P")
+    assert (code, [answer["backend"] for answer in report["answers"]]) == (3, ["ascend"])
+    assert "--backend cuda" in {c for a in report["answers"][0]["alternatives"] for c in a["changes"]}
+    code, report = asked(capsys, bert, "--chip", "sm90")
+    assert (code, [answer["backend"] for answer in report["answers"]]) == (0, ["cuda"])
+    assert main(["check", bert, "--chip", "sm9O"]) == 2
+    assert "there is no chip 'sm9O' in any backend's table; there are sm89, sm90" in capsys.readouterr().err
+    assert main(["check", bert, "--chip", "riscv", "--backend", "cpu"]) == 0
+
+
 QUESTIONS = [
     {"dtype": "float16"},
     {"task": "generate"},
@@ -276,7 +288,7 @@ def test_a_question_with_everything_wrong_probes_each_backend_once(llama: str) -
     probes = []
     counted = [replace(spec, probe=lambda s=spec: probes.append(s.name) or s.probe()) for spec in loaded.backends]
     features = tuple(FEATURES) * 50
-    question = Question(llama, task="embed", quantization="fp8", features=features, max_model_len=10**9, chip="none")
+    question = Question(llama, task="embed", quantization="fp8", features=features, max_model_len=10**9)
     report = ask(question, replace(loaded, backends=tuple(counted)))
     assert not report.supported
     assert sorted(probes) == sorted(spec.name for spec in loaded.backends)

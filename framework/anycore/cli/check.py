@@ -1,8 +1,9 @@
 """Says whether a model can be served, by which backend, and if not, why and what is the least that has to change.
 
 It reads config.json and the small files beside it: weights are never fetched, and no backend's libraries are imported.
-Where a backend has no device here, or with --chip, its table answers for a device that is assumed. Exits with 0 for
-yes (one backend can), 3 for no. How much memory a model takes is another question: anycore plan.
+Where a backend has no device here, or with --chip, its table answers for a device that is assumed; without --backend,
+those that name the chip. Exits with 0 for yes (one backend can), 3 for no. How much memory a model takes is another
+question: anycore plan.
 """
 
 from __future__ import annotations
