@@ -193,7 +193,7 @@ class Meter:
             done = self._settle()
             lag = 0.0
             if before and done and not done[0].shape[2]:
-                usual, seconds = before[-1].seconds, done[0].seconds
+                usual, seconds = self._usual(scene, before[-1]), done[0].seconds
                 lag = seconds - usual if seconds > LAG * usual else 0.0
             for request in requests:
                 self.engine.abort(request.id)
@@ -207,6 +207,11 @@ class Meter:
                         self._note(scene, timed._replace(seconds=timed.seconds + lag))
                         lag = 0.0
             turn += 1
+
+    def _usual(self, scene: Scene, before: Timed) -> float:
+        """Seconds of a step that only decodes: the median of those measured, for a single one may be seen late."""
+        known = self._found.get((scene, scene.decodes, ()))
+        return statistics.median(seconds for _, seconds, _ in known) if known else before.seconds
 
     def _times(self, once: float) -> int:
         return max(LEAST, min(MOST, int(self.seconds / max(once, 1e-6))))
