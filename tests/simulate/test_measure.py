@@ -16,8 +16,9 @@ from anycore.contract.sizes import Limits
 from anycore.engine.request import SamplingParams
 from anycore.engine.scheduler import Step
 from anycore.errors import ConfigError
-from anycore.simulate.measure import MARGIN, SHORT, Meter, doubling, scenes
+from anycore.simulate.measure import Meter
 from anycore.simulate.measured import read
+from anycore.simulate.scenes import MARGIN, SHORT, doubling, scenes
 
 FLAGS = ("--backend", "cpu", "--dtype", "float32", "--max-num-seqs", "3", "--max-num-batched-tokens", "64",
          "--max-model-len", "192", "--kv-cache-memory", "2MiB", "--threads", "1")  # fmt: skip

@@ -10,8 +10,8 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime, timezone
 from itertools import count
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ import torch
 
 from anycore import __version__
 from anycore.contract.declare import Task
-from anycore.contract.sizes import Limits
 from anycore.engine.chains import Chain
 from anycore.engine.engine import Engine
 from anycore.engine.launch import Prepared
@@ -29,6 +28,7 @@ from anycore.engine.request import Delta, NewRequest, SamplingParams
 from anycore.engine.scheduler import Step
 from anycore.errors import ConfigError
 from anycore.simulate.measured import FORMAT, Measured, StepTimes, shape_of
+from anycore.simulate.scenes import MARGIN, Chunks, Scene, scenes
 
 LEAST, MOST, MOST_PROMPTS = 3, 32, 10
 """Times that each kind of step is run, as the seconds for it allow; most for steps with prompts."""
@@ -36,13 +36,7 @@ SETTLING = 1
 """Times that prompts come before they count: something may be made anew at first."""
 LAG = 1.2
 """A step before one with prompts that takes so many times what the one before it took has waited for their launch."""
-MARGIN = 64
-"""Tokens of a sequence that are left for decoding while it is measured."""
-SHORT, USUAL = 64, 1024
-"""Contexts that are measured beside the longest one and a quarter of it."""
 
-Chunks = tuple[tuple[int, int], ...]
-"""Prompt chunks of a step: (tokens computed before, rows)."""
 Shape = tuple[int, int, Chunks]
 """Of a step: requests that decode, tokens that these look back on, chunks."""
 Progress = Callable[[int, int], None]
@@ -54,15 +48,6 @@ class Timed(NamedTuple):
     shape: Shape
     seconds: float
     launch: float  # of the host, from the begin of its turn until it was launched
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """Requests that decode, over a context each, and the prompts that come to them one after the other."""
-
-    decodes: int
-    context: int
-    arrivals: tuple[Chunks, ...] = ()
 
 
 class Watched:
@@ -268,49 +253,6 @@ def turn(engine: Engine) -> list[Delta]:
     deltas = engine.step()
     msgspec.msgpack.encode((deltas, engine.stats()))
     return deltas
-
-
-# --- what is measured ---------------------------------------------------------------------------------------------
-
-
-def scenes(limits: Limits) -> list[Scene]:
-    """Numbers of requests by doubling, at a few contexts; prompts alone, several at once, and beside decodes."""
-    budget, size = limits.max_num_batched_tokens, limits.block_size
-    room = (limits.blocks - 1) * size
-    longest = limits.max_model_len - MARGIN
-    if longest < SHORT:
-        raise ConfigError(f"--max-model-len must be at least {SHORT + MARGIN} to measure steps", param="max_model_len")
-    contexts = sorted(c for c in {SHORT, USUAL, max(SHORT, longest // 4), longest} if c <= longest)
-    found = []
-    for decodes in doubling(1, limits.max_num_seqs):
-        for context in contexts:
-            if decodes * (context + MARGIN) > 0.9 * room:
-                continue
-            beside: tuple[Chunks, ...] = ()
-            left = min(budget - decodes, longest, room - decodes * (context + MARGIN) - MARGIN)
-            if context == contexts[0] and decodes < limits.max_num_seqs:
-                beside = tuple(((0, rows),) for rows in doubling(16, left, 4))
-            found.append(Scene(decodes, context, beside))
-    most = min(budget, longest)
-    alone: list[Chunks] = [((0, rows),) for rows in doubling(16, most)]
-    for context in contexts[1:]:
-        start = context // 2 // size * size
-        alone += [((start, rows),) for rows in doubling(16, min(most, longest - start), 4)]
-    for rows in (16, 64, 256):
-        together = min(4, limits.max_num_seqs)
-        if together * rows <= budget and rows <= longest:
-            alone.append(((0, rows),) * together)
-    return [*found, Scene(0, 0, tuple(alone))]
-
-
-def doubling(first: int, last: int, times: int = 2) -> Sequence[int]:
-    """`first`, so many times as much, and so on up to `last`, which is always there unless it is below `first`."""
-    if last < first:
-        return []
-    found = [first]
-    while found[-1] * times < last:
-        found.append(found[-1] * times)
-    return found if found[-1] == last else [*found, last]
 
 
 def record(prepared: Prepared, engine: Engine, sampling: SamplingParams, steps: list[Measured]) -> StepTimes:
