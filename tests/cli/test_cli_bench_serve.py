@@ -131,6 +131,11 @@ def test_a_line_that_cannot_be_sent_is_told_by_its_number(tmp_path: Path, conten
         (["--max-concurrency", "1", "--processes", "2"], "--max-concurrency must be at least 2"),
         (["--request-rate", "0"], "--request-rate must be above 0"),
         (["--workload", "nowhere.jsonl"], "neither random nor a file"),
+        (["--url", "localhost:8000"], "--url must be an address such as http://127.0.0.1:8000/v1"),
+        (["--url", "http://[::1"], "--url must be an address"),
+        (["--url", "http://here:99999/v1"], "--url must be an address"),
+        (["--peer", "ftp://here/v1"], "--peer must be an address"),
+        (["--peer", "http://127.0.0.1:8000/v1/"], "--peer is the same URL as --url"),
     ],
 )
 def test_flags_that_make_no_sense(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

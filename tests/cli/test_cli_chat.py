@@ -97,7 +97,7 @@ def test_chat_needs_a_model_or_a_server(capsys: pytest.CaptureFixture[str]) -> N
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Two models and a stream; one path refuses, one breaks off with an error event."""
+    """Two models and a stream; one path refuses, one breaks off with an error event, one without a word."""
 
     seen: list[tuple[str, str | None, Any]]
 
@@ -116,6 +116,9 @@ class Stub(BaseHTTPRequestHandler):
         if body["model"] == "breaks":
             events.append({"error": {"message": "the engine ended"}})
         events.append({"choices": [], "usage": {}})
+        if body["model"] == "cut":
+            self.send(200, f"data: {json.dumps(events[0])}\n\n".encode())
+            return
         lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
         self.send(200, "".join([*lines, ": a comment\n\n", "data: [DONE]\n\n"]).encode())
 
@@ -162,7 +165,9 @@ def test_a_running_server_answers(
     }
 
 
-@pytest.mark.parametrize(("model", "words"), [("missing", "there is no model"), ("breaks", "the engine ended")])
+@pytest.mark.parametrize(
+    ("model", "words"), [("missing", "there is no model"), ("breaks", "the engine ended"), ("cut", "broke off")]
+)
 def test_what_the_server_refuses_is_told_in_its_words(
     server: str, model: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,11 +177,16 @@ def test_what_the_server_refuses_is_told_in_its_words(
     assert Stub.seen[0][1] == "Bearer sk-one"
 
 
+@pytest.mark.parametrize(
+    "url", ["localhost", "localhost:9", "ftp://here", "http://", "http://x y", "http://[::1", "file:///etc"]
+)
+def test_what_is_no_address_is_refused(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--url", url]) == 2
+    assert f"--url must be an address such as http://127.0.0.1:8000/v1, with http:// or https://, not {url!r}" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:1"]) == AnycoreError.exit_code
     assert "cannot reach http://127.0.0.1:1/v1/models" in capsys.readouterr().err
-
-
-def test_an_address_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chat", "--url", "localhost"]) == AnycoreError.exit_code
-    assert "cannot reach localhost" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from typing import Any
 from anycore import __version__
 from anycore.bench.latencies import LABELS
 from anycore.bench.load import PATHS, Load, Range
+from anycore.cli.addresses import address
 from anycore.cli.flags import Parser, numbers
 from anycore.errors import AnycoreError, ConfigError
 
@@ -194,14 +195,15 @@ def loads_of(options: argparse.Namespace) -> list[list[Load]]:
         raise ConfigError(f"--rounds must be at least 1, not {options.rounds}", param="rounds")
     if options.plot and not options.plot.endswith(PLOTS):
         raise ConfigError(f"--plot must end with {' or '.join(PLOTS)}, not {options.plot}", param="plot")
-    if options.peer and options.peer.rstrip("/") == options.url.rstrip("/"):
+    options.url, options.peer = address(options.url, "url"), options.peer and address(options.peer, "peer")
+    if options.peer == options.url:
         raise ConfigError("--peer is the same URL as --url", param="peer")
     points = []
     for rate, places in product(options.request_rate, options.max_concurrency):
         load = load_of(options, rate, places)
         sides = [load]
         if options.peer:
-            there = {"url": options.peer.rstrip("/"), "api_key": options.peer_api_key}
+            there = {"url": options.peer, "api_key": options.peer_api_key}
             sides.append(replace(load, **there, model=options.peer_model or load.model))
         points.append(sides)
     return points
@@ -234,7 +236,7 @@ def load_of(options: argparse.Namespace, rate: float, places: int | None) -> Loa
     if options.turns != (1, 1) and options.endpoint != "chat":
         raise ConfigError("--turns needs --endpoint chat: other routes have no turns", param="turns")
     load = Load(
-        url=options.url.rstrip("/"),
+        url=options.url,
         model=options.model,
         endpoint=options.endpoint,
         num_prompts=options.num_prompts,

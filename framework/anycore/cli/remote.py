@@ -7,8 +7,10 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Any
 
+from anycore.cli.addresses import address
 from anycore.errors import AnycoreError
 
 SECONDS = 600
@@ -16,19 +18,27 @@ SECONDS = 600
 
 def remote_reply(url: str, model: str | None, api_key: str | None, sampling: dict[str, Any]) -> Any:
     """Return a function from messages to the pieces of the answer of a server's model (default: its only one)."""
-    base = url.rstrip("/").removesuffix("/v1")
+    base = address(url, "url").removesuffix("/v1")
     key = api_key or os.environ.get("ANYCORE_API_KEY", "").split(",")[0]
     name = model or _chat_model(base, key)
 
     def reply(messages: list[dict[str, Any]]) -> Iterator[str]:
         body = {"model": name, "messages": messages, "stream": True, **sampling}
+        finished = False
         with _open(f"{base}/v1/chat/completions", key, body) as response:
-            for line in response:
-                data = line.decode("utf-8").strip().removeprefix("data: ")
-                if data == "[DONE]":
-                    return
-                if data.startswith("{"):
-                    yield _text(json.loads(data))
+            try:
+                for line in response:
+                    data = line.decode("utf-8").strip().removeprefix("data: ")
+                    if data == "[DONE]":
+                        return
+                    if data.startswith("{"):
+                        event = json.loads(data)
+                        yield _text(event)
+                        finished |= any(choice.get("finish_reason") for choice in event["choices"])
+            except (OSError, HTTPException) as error:
+                raise AnycoreError(f"{base} broke off the answer: {error}") from error
+        if not finished:
+            raise AnycoreError(f"{base} broke off the answer: it has no end")
 
     return reply
 
@@ -62,5 +72,5 @@ def _open(url: str, key: str, body: dict[str, Any] | None) -> Any:
         except (ValueError, KeyError, TypeError):
             text = text[:500]
         raise AnycoreError(f"{url} answered {error.code}: {text}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise AnycoreError(f"cannot reach {url}: {getattr(error, 'reason', error)}") from error
