@@ -94,6 +94,21 @@ void check_quantised(Chance& chance) {
         }
 }
 
+void check_round(Chance& chance) {
+    const bool wide = chance.coin(), exact = chance.coin();
+    const long rows = chance.between(1, 80), columns = chance.between(1, 200);
+    const long group = exact ? columns : chance.between(1, columns), groups = (columns + group - 1) / group;
+    Numbers x(rows * columns, wide, chance);
+    Memory<int8_t> numbers(rows * columns);
+    Memory<float> scales(rows * groups);
+    anycore_quantised_round(x.data(), rows, columns, group, wide, exact, numbers, scales);
+    for (long r = 0; r < rows; r++)
+        for (long i = 0; i < columns; i++) {
+            const double scale = scales[r * groups + i / group];  // a step; rounded down it may cut the largest number
+            near(numbers[r * columns + i] * scale, x[r * columns + i], scale * (exact ? 0.501 : 1.01), "rounded");
+        }
+}
+
 void check_norm(Chance& chance) {
     const bool wide = chance.coin(), centred = chance.coin(), biased = chance.coin(), added = chance.coin();
     const long rows = chance.between(1, 20), width = chance.between(1, 200);
@@ -258,6 +273,7 @@ int main(int count, char** words) {
     for (long round = 0; round < word(2, 10); round++) {
         check_linear(chance);
         check_quantised(chance);
+        check_round(chance);
         check_norm(chance);
         check_activation(chance);
         check_ends(chance);
