@@ -38,7 +38,8 @@ async def client(port: int, model: str, vocabulary: int, flow: Flow) -> None:
                 data = await reader.read(1 << 16)
                 last = (last + data)[-400:]
                 if not data or last.startswith(b"HTTP/1.1 4"):
-                    raise SystemExit(f"a stream ended with {last.decode()}")
+                    sys.stderr.buffer.write(last)
+                    sys.exit(1)
                 events += data.count(b"data: {")
         writer.close()
         return events
