@@ -86,6 +86,7 @@ void some_rows(const Quantised& matrix, const bf16* x, long rows, long stride, c
     const bool serial = rows * width * matrix.outputs < SERIAL;
     const long run = serial ? std::min(RUN, panels) : run_of(panels, blocks, thread_count());
     const long runs = (panels + run - 1) / run;
+    const long others = serial ? 0 : thread_count() - 1;  // have most likely taken the runs behind this one
     const auto task = [&](long index) {
         index = runs * blocks - 1 - index;  // they are taken from the last one on
         const long first = index / runs * ROWS, begin = index % runs * run, end = std::min(panels, begin + run);
@@ -97,7 +98,8 @@ void some_rows(const Quantised& matrix, const bf16* x, long rows, long stride, c
                 finish(sums + row * COLUMNS, some, columns, matrix.factor, bias ? bias + column : nullptr,
                        out + (first + row) * matrix.outputs + column, matrix.outputs);
             };
-            const Passing passing = {panel == begin, panel + 1 < end ? matrix.panel() : 0};
+            const long next = panel + 1 < end ? panel + 1 : panel + 1 + others * run;
+            const Passing passing = {panel == begin, next < panels ? (next - panel) * matrix.panel() : 0};
             multiply_panel(Panel(matrix, panel), rounded, first, count, passing, sums, Finish(done));
         }
     };
