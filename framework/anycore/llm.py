@@ -166,7 +166,8 @@ class LLM:
             options: `Renderer.chat`'s.
         """
         self._need(Task.GENERATE)
-        several: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        several: Any = listed(messages, "messages")
+        several = [several] if several and isinstance(several[0], dict) else several
         chats = Chats(self.renderer, self.formats, self._complete)
         return chats.answer(several, self._sampling(params, len(several)), tools, tool_choice, tool_config, options)
 
@@ -175,8 +176,10 @@ class LLM:
     ) -> Iterator[str]:
         """Answer one conversation piece by piece. Leaving the iterator early ends the request."""
         self._need(Task.GENERATE)
-        rendered = self.renderer.chat(messages, **options)
         sampling = self._sampling(params, 1)[0]
+        if sampling.n != 1:
+            raise BadRequest(f"a stream has one sequence, and n is {sampling.n}: chat returns several", param="n")
+        rendered = self.renderer.chat(messages, **options)
         text = Detokenizer(self.renderer.tokenizer, sampling, rendered.token_ids)
         with Caller(self._callers) as caller:
             caller.add(self._request(rendered, sampling=sampling))

@@ -96,11 +96,40 @@ def test_params_are_sampling_params(llm: LLM) -> None:
         ({"logit_bias": {5: "x"}}, "logit_bias must be a number"),
         ({"allowed_token_ids": [1.0]}, "allowed_token_ids must hold token ids"),
         ({"logprobs": "2"}, "logprobs must be a number"),
+        ({"bad_words_ids": (5,)}, "bad_words_ids must hold token ids, not be 5"),
+        ({"bad_words_ids": "x"}, "bad_words_ids must hold token ids, not be 'x'"),
+        ({"beams": 3}, "beams must be Beams, not 3"),
     ],
 )
 def test_s04_values_of_the_wrong_type_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         SamplingParams(**values)
+
+
+def test_a04_a_stream_has_one_sequence(llm: LLM) -> None:
+    """The texts of several were mixed."""
+    with pytest.raises(BadRequest, match="a stream has one sequence, and n is 2"):
+        list(llm.stream_chat([{"role": "user", "content": "a"}], SamplingParams(n=2, max_tokens=2)))
+
+
+def test_conversations_may_come_in_anything_that_can_be_gone_through(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "a"}]
+    expected = llm.chat(conversation, GREEDY)[0].token_ids
+    assert [output.token_ids for output in llm.chat(iter(conversation), GREEDY)] == [expected]  # type: ignore[arg-type]
+    assert [output.token_ids for output in llm.chat(iter([conversation]), GREEDY)] == [expected]  # type: ignore[arg-type]
+    for messages in (None, "abc", 5, {"role": "user"}):
+        with pytest.raises(BadRequest, match="messages must be"):
+            llm.chat(messages, GREEDY)  # type: ignore[arg-type]
+
+
+def test_lengths_of_the_wrong_type_are_named(t_bert: Path) -> None:
+    embedder = LLM(str(t_bert), task="embed", **SETTINGS)
+    for dimensions in ("8", 8.5, True):
+        with pytest.raises(BadRequest, match="dimensions must be a"):
+            embedder.embed("a", dimensions=dimensions)  # type: ignore[arg-type]
+    for truncate in ("x", 5.5):
+        with pytest.raises(BadRequest, match="truncate_prompt_tokens must be True, False or a count of tokens"):
+            embedder.embed("a", truncate=truncate)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -116,6 +116,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             if getattr(self, name):
                 _all_are(name, getattr(self, name), int)
+        for word in self.bad_words_ids:
+            _all_are("bad_words_ids", word, int)
         if len(self.stop) > MAX_STOP:
             raise BadRequest(f"stop takes at most {MAX_STOP} strings, {len(self.stop)} given", param="stop")
         if any(not s for s in self.stop):
@@ -134,6 +136,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.logprob_token_ids:
             self._check_named()
         if self.beams is not None:
+            if type(self.beams) is not Beams:
+                raise BadRequest(f"beams must be Beams, not {self.beams!r}", param="beams")
             self._check_beams(self.beams)
 
     def _check_named(self) -> None:
@@ -182,6 +186,10 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True):
     dimensions: int | None = None  # Matryoshka: keep the first so many, before normalising
     normalize: bool | None = None  # None: as the model's files say
     raw_scores: bool = False  # rerank: logits instead of the activated score
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and type(self.dimensions) is not int:
+            _whole("dimensions", self.dimensions, 1, 2**31)
 
 
 class NewRequest(msgspec.Struct, kw_only=True):

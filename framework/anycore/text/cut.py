@@ -85,6 +85,11 @@ class Cutter:
             return None if self.room is None else longest
         if self.truncate is True or self.truncate == -1:
             return longest
+        if not isinstance(self.truncate, int):
+            raise BadRequest(
+                f"truncate_prompt_tokens must be True, False or a count of tokens, not {self.truncate!r}",
+                param="truncate_prompt_tokens",
+            )
         if not 1 <= self.truncate <= self.longest:
             raise BadRequest(
                 f"truncate_prompt_tokens must be between 1 and the model's length of {self.longest} tokens, or -1 for "
