@@ -99,8 +99,8 @@ def test_one_wrong_prompt_is_named_before_others_are_computed(llm: LLM) -> None:
     assert caught.value.param == "prompt[30]"
     with pytest.raises(BadRequest, match="logit_bias"):
         llm.generate(prompts, [GREEDY] * 29 + [SamplingParams(logit_bias={10**6: 1.0})])
+    wrong: list[str | list[int]] = ["Hi", [5, -1]]
     with pytest.raises(BadRequest, match=r"prompt\[1\]"):
-        wrong: list[str | list[int]] = ["Hi", [5, -1]]
         llm.generate(wrong, GREEDY)
     assert llm.engine.stats().steps == steps
 
