@@ -22,6 +22,9 @@ SPLIT = 32 << 20
 SUMS = 4 * 2 * 264 * 64 * 64
 """Float32 sums of tiles that programs of a product leave aside: two each, of kernels.products' largest shape."""
 
+KEPT = 4 * 132 * 64 * 128
+"""Float32 parts of a small product that the norm after it joins, of kernels.small_products' largest shapes."""
+
 GRAPH = 2 << 20
 """A captured step of some hundred launches, in the driver's memory."""
 
@@ -31,7 +34,7 @@ def workspace(shape: StepShape) -> int:
     group = max(16, shape.heads // shape.kv_heads)
     programs = max(2 * PARTS, shape.seqs * shape.kv_heads)
     joined = max(SUMS, 4 * programs * group * (max(16, shape.head_dim) + 2))
-    return LIBRARIES + joined + (DENSE + SPLIT if shape.quantised else 0)
+    return LIBRARIES + joined + KEPT + (DENSE + SPLIT if shape.quantised else 0)
 
 
 def graphs(shape: StepShape) -> int:

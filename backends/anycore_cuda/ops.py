@@ -15,14 +15,15 @@ from anycore.contract.rounded import RoundedCache
 from anycore.contract.weights import DenseWeight, Weight
 from anycore_cuda.kernels import attention as tiled
 from anycore_cuda.kernels import decode as single
-from anycore_cuda.kernels import edits, gated, masks, norm, pooling, products, quantised_linear, rotary
-from anycore_cuda.kernels.launch import KNOWN
+from anycore_cuda.kernels import edits, gated, masks, norm, pooling, products, quantised_linear, rotary, small_products
+from anycore_cuda.kernels.launch import KNOWN, launch
 from anycore_cuda.kernels.matvec import matvec, norm_matvec, suits
 from anycore_cuda.kernels.prefix import prefix
 from anycore_cuda.kernels.quantised import Packed, pack
 from anycore_cuda.kernels.quantised_dense import dense_rows
 from anycore_cuda.kernels.rounded_cache import parts
 from anycore_cuda.kernels.sampling import choose, normaliser
+from anycore_cuda.kernels.small_products import Parts
 from anycore_cuda.plan import Plan, RoomyPlan
 
 COUNTERS = 1 << 16
@@ -144,7 +145,12 @@ class CudaOps(Ops):
             )  # fmt: skip
         return out
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def rms_norm(
+        self, x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if isinstance(x, Parts) and launch.rehearses("parts", x.sums.shape[2], x.width, x.dtype, residual is None):
+            for other in small_products.rehearsed_parts(x):
+                norm.rms_norm(other, weight, eps, residual, self.early)
         return norm.rms_norm(x, weight, eps, residual, self.early)
 
     def layer_norm(
@@ -174,6 +180,9 @@ class CudaOps(Ops):
         shape = self._shape(x, handle)
         if shape is not None:
             return products.product(x, handle, shape, self.counters, bias, early=self.early)
+        small = self._small_product(x, handle, bias)
+        if small is not None:
+            return small
         if self.measured and products.fits(x, handle) and products.deep(len(handle), handle.shape[1], len(x)):
             with products.by_cublaslt():
                 return super().linear(x, handle, bias)
@@ -185,9 +194,30 @@ class CudaOps(Ops):
             return None
         return products.variant_of(len(handle), handle.shape[1], len(x), gate is not None)
 
+    def _small_product(self, x: Tensor, handle: Any, bias: Tensor | None, gate: str | None = None) -> Tensor | None:
+        """The product with a small matrix, where that was measured to be faster than cuBLAS."""
+        if not self.measured or not products.fits(x, handle):
+            return None
+        outs, width = handle.shape
+        if launch.rehearses("small", outs, width, x.dtype, bias is None, gate):
+            for rows in small_products.VARIANTS:  # prompts may have any number of rows
+                self._small_product(x.new_empty(rows, width), handle, bias, gate)
+        shape = small_products.shape_of(outs, width, len(x), gate is not None)
+        return None if shape is None else small_products.product(x, handle, shape, bias, gate, self.early)
+
+    def linear_for_norm(self, x: Tensor, handle: Any) -> Tensor | Parts:
+        if not self.measured or not products.fits(x, handle):
+            return self.linear(x, handle)
+        outs, width = handle.shape
+        if launch.rehearses("for norm", outs, width, x.dtype):
+            for rows in small_products.VARIANTS:
+                self.linear_for_norm(x.new_empty(rows, width), handle)
+        shape = small_products.parts_shape_of(outs, width, len(x))
+        return self.linear(x, handle) if shape is None else small_products.parts(x, handle, shape, self.early)
+
     def norm_linear(
         self,
-        x: Tensor,
+        x: Tensor | Parts,
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
@@ -195,15 +225,19 @@ class CudaOps(Ops):
         bias: Tensor | None = None,
         gate: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(handle, Packed):
-            return quantised_linear.norm_linear(x, residual, weight, eps, handle, bias, gate, self.chip)
-        if suits(x, handle):
-            return norm_matvec(x, residual, weight, eps, handle, bias, gate, early=self.early)
-        shape = None if gate is None else self._shape(x, handle, gate)
-        if shape is None:
-            return super().norm_linear(x, residual, weight, eps, handle, bias, gate)
+        if not isinstance(x, Parts):
+            if isinstance(handle, Packed):
+                return quantised_linear.norm_linear(x, residual, weight, eps, handle, bias, gate, self.chip)
+            if suits(x, handle):
+                return norm_matvec(x, residual, weight, eps, handle, bias, gate, early=self.early)
         normed, total = self.rms_norm(x, weight, eps, residual)
-        return products.product(normed, handle, shape, self.counters, bias, gate, early=self.early), total
+        if gate is None:
+            return self.linear(normed, handle, bias), total
+        shape = self._shape(normed, handle, gate)
+        if shape is not None:
+            return products.product(normed, handle, shape, self.counters, bias, gate, early=self.early), total
+        small = self._small_product(normed, handle, bias, gate)
+        return self.gated(self.linear(normed, handle, bias), gate) if small is None else small, total
 
     def logits(self, x: Tensor, handle: Any) -> Tensor:
         if isinstance(handle, Packed):

@@ -72,7 +72,7 @@ used: set[str] = set()
 def waits(kernel: Any) -> bool:
     """Whether a kernel waits before it writes, or, unless that is how it reads its weights, reads."""
     before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
-    reads = () if kernel.name.endswith("_matvec") else ("ld.global", "cp.async")
+    reads = () if kernel.name.endswith(("_matvec", "_norm")) else ("ld.global", "cp.async")
     touching = ("st.global", "atom.", "red.", *reads)
     return bool(wait) and not any(word in before for word in touching)
 

@@ -18,6 +18,7 @@ import triton
 from cuda_compiled import Driver, waits
 from triton.compiler.compiler import CompiledKernel
 
+from anycore_cuda.kernels import small_products
 from anycore_cuda.kernels.products import Shape, product, variant_of
 
 IN_USE = [
@@ -32,6 +33,29 @@ OTHERS = [
 ]
 """Of more rows, which are held in two parts, and one whose programs both ask ahead and join."""
 
+SMALL = [
+    ("whole", 1152, 896, (64, 128, 256)),
+    ("gated", 9728, 896, (64, 128)),
+    ("gated", 6144, 1024, (64, 128)),
+    ("parts", 896, 4864, (32, 64, 128, 256)),
+]
+"""What becomes of the product, the matrix, rows of x."""
+
+
+def multiply_small(kind: str, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    """Launch a small product; return its shape."""
+    sizes = (*weight.shape, len(x))
+    if kind == "parts":
+        shape = small_products.parts_shape_of(*sizes)
+        assert shape is not None
+        small_products.parts(x, weight, shape, early=True)
+        return shape
+    shape = small_products.shape_of(*sizes, gated=kind == "gated")
+    assert shape is not None
+    bias = torch.empty(len(weight), dtype=x.dtype) if kind == "whole" else None
+    small_products.product(x, weight, shape, bias, "silu" if kind == "gated" else None, early=True)
+    return shape
+
 
 def stack_of(kernel: Any) -> int:
     with tempfile.TemporaryDirectory() as folder:
@@ -42,6 +66,13 @@ def stack_of(kernel: Any) -> int:
     found = re.search(r"STACK:(\d+)", told)
     assert found is not None, told
     return int(found[1])
+
+
+def facts(kernel: Any) -> dict[str, Any]:
+    return {
+        "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), "stack": stack_of(kernel),
+        "shared": kernel.metadata.shared, "waits": waits(kernel),
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -61,12 +92,13 @@ def main() -> None:
         x = torch.empty(rows, width, dtype=torch.bfloat16)
         weight = torch.empty(outs, width, dtype=torch.bfloat16)
         product(x, weight, shape, counters, None, "silu" if gated else None, early=True)
-        for kernel in made:
-            if kernel.name == "_product":
-                told[f"{outs}x{width} {rows} {tuple(shape)}"] = {
-                    "wgmma": kernel.asm["ptx"].count("wgmma.mma_async"), "stack": stack_of(kernel),
-                    "shared": kernel.metadata.shared, "waits": waits(kernel),
-                }  # fmt: skip
+        told |= {f"{outs}x{width} {rows} {tuple(shape)}": facts(k) for k in made if k.name == "_product"}
+    for kind, outs, width, counts in SMALL:
+        for rows in counts:
+            made.clear()
+            x, weight = (torch.empty(n, width, dtype=torch.bfloat16) for n in (rows, outs))
+            shape = multiply_small(kind, x, weight)
+            told |= {f"{kind} {outs}x{width} {rows} {tuple(shape)}": facts(kernel) for kernel in made}
     print(json.dumps(told))
 
 

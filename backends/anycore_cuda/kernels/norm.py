@@ -9,38 +9,48 @@ from torch import Tensor
 
 from anycore_cuda.kernels.early import launch_options, let_next_start, wait
 from anycore_cuda.kernels.launch import launch
+from anycore_cuda.kernels.small_products import Parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, width, eps,
-    RESIDUAL: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, sum_ptr, rows, width, eps,
+    PARTS: tl.constexpr, RESIDUAL: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     let_next_start(EARLY)
-    wait(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, BLOCK)
     inside = at < width
-    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0)  # no step writes these two
+    if BIAS:
+        bias = tl.load(bias_ptr + at, mask=inside, other=0.0)
+    wait(EARLY)
     if RESIDUAL:
         added = tl.load(residual_ptr + row + at, mask=inside, other=0.0)
+    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
+    if PARTS:  # the first of these; a product that is not left in parts is summed and rounded like this
+        for part in tl.static_range(1, PARTS):
+            x += tl.load(x_ptr + part * rows.to(tl.int64) * width + row + at, mask=inside, other=0.0)
+        x = x.to(out_ptr.dtype.element_ty)
+    if RESIDUAL:
         x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+    if RESIDUAL or PARTS:
         tl.store(sum_ptr + row + at, x, mask=inside)
     wide = x.to(tl.float32)
     if CENTRED:
         wide = tl.where(inside, wide - tl.sum(wide) / width, 0.0)
     scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
-    out = wide * scale * tl.load(weight_ptr + at, mask=inside, other=0.0)
+    out = wide * scale * weight
     if BIAS:
-        out += tl.load(bias_ptr + at, mask=inside, other=0.0)
+        out += bias
     tl.store(out_ptr + row + at, out.to(x.dtype), mask=inside)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, early: bool = False
+    x: Tensor | Parts, weight: Tensor, eps: float, residual: Tensor | None, early: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm(x + residual) * weight, x + residual); the last dimension is a row."""
+    """Return (norm(x + residual) * weight, x + residual); the last dimension is a row. Parts of x are joined first."""
     return _launch(x, weight, None, eps, residual, False, early)
 
 
@@ -52,20 +62,29 @@ def layer_norm(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None, centred: bool, early: bool
+    x: Tensor | Parts,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    centred: bool,
+    early: bool,
 ) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
-    width = x.shape[-1]
-    rows = x.numel() // width
-    out = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
-    added = x if residual is None else residual.contiguous()
+    parts = len(x.sums) if isinstance(x, Parts) else 0
+    given = x.sums if isinstance(x, Parts) else x.contiguous()
+    shape = given.shape[1:] if parts else given.shape
+    out = given.new_empty(shape, dtype=x.dtype)
+    total = given if residual is None and not parts else torch.empty_like(out)
+    added = given if residual is None else residual.contiguous()
+    width = shape[-1]
+    rows = out.numel() // width
     block = triton.next_power_of_2(width)
+    warps = min(16, max(1, block // (256 if parts else 512)))
     if rows:
         launch(
             _norm, (rows,),
-            x, added, weight, weight if bias is None else bias, out, total, width, eps,
-            RESIDUAL=residual is not None, CENTRED=centred, BIAS=bias is not None, BLOCK=block, EARLY=early,
-            num_warps=min(16, max(1, block // 512)), **launch_options(early),
+            given, added, weight, weight if bias is None else bias, out, total, rows, width, eps,
+            PARTS=parts, RESIDUAL=residual is not None, CENTRED=centred, BIAS=bias is not None, BLOCK=block,
+            EARLY=early, num_warps=warps, **launch_options(early),
         )  # fmt: skip
     return out, total
