@@ -37,6 +37,7 @@ from anycore.engine.scheduler import Scheduler
 from anycore.models import loader
 from anycore.models.source import Source
 from anycore.models.spec import read_spec
+from anycore_cuda.kernels import small_products
 from anycore_cuda.kernels.launch import launch
 from anycore_cuda.ops import CudaOps
 
@@ -113,6 +114,20 @@ def any_rows(ops: CudaOps) -> None:
             ops.linear(torch.zeros(rows, packed.shape[1], dtype=torch.bfloat16), packed)
 
 
+def any_small_rows(ops: CudaOps) -> None:
+    """Multiply the decoder's matrices, whose products small shapes do, by rows that the rehearsal did not have."""
+    qkv, out, gate_up, down = ((128, 32), (32, 64), (1280, 32), (32, 640))
+    made = {shape: torch.zeros(shape, dtype=torch.bfloat16) for shape in (qkv, out, gate_up, down)}
+    scale = torch.ones(32)
+    for rows in (2, 3, 17, 33, 65, 100, 129, 192, 256):
+        x = torch.zeros(rows, 640, dtype=torch.bfloat16)
+        residual = torch.zeros(rows, 32, dtype=torch.bfloat16)
+        joined, _ = ops.rms_norm(ops.linear_for_norm(x, made[down]), scale, 1e-6, residual)
+        ops.linear(joined, made[qkv])
+        ops.linear_for_norm(torch.zeros(rows, 64, dtype=torch.bfloat16), made[out])
+        ops.norm_linear(joined, residual, scale, 1e-6, made[gate_up], None, "silu")
+
+
 def compile_masked(ops: CudaOps) -> None:
     """Sample rows under a grammar, with and without a bias."""
     rows, words = torch.tensor([2, 0]), torch.zeros(2, 10, dtype=torch.int32)
@@ -154,6 +169,7 @@ def main(folder: str) -> None:
     memory = HostMemory(torch.device("cpu"))
     ops = CudaOps(memory, processors=132, early=True)
     ops.wide_products = False  # the CPU has none
+    ops.measured, small_products.LEAST = True, 0
     backend = Backend(memory.device, memory, ops)
     seen: list[tuple[GraphStep, Batch]] = []
 
@@ -193,6 +209,7 @@ def main(folder: str) -> None:
     compiled.clear()
     with torch.inference_mode():
         any_rows(ops)
+        any_small_rows(ops)
     missing += sorted(compiled)
     compiled.clear()
     with torch.inference_mode(), launch.compiling(backend.device):

@@ -44,13 +44,13 @@ SMALL = [
 
 def multiply_small(kind: str, x: torch.Tensor, weight: torch.Tensor) -> Any:
     """Launch a small product; return its shape."""
-    sizes = (*weight.shape, len(x))
+    outs, width = weight.shape
     if kind == "parts":
-        shape = small_products.parts_shape_of(*sizes)
+        shape = small_products.parts_shape_of(outs, width, len(x))
         assert shape is not None
         small_products.parts(x, weight, shape, early=True)
         return shape
-    shape = small_products.shape_of(*sizes, gated=kind == "gated")
+    shape = small_products.shape_of(outs, width, len(x), kind == "gated")
     assert shape is not None
     bias = torch.empty(len(weight), dtype=x.dtype) if kind == "whole" else None
     small_products.product(x, weight, shape, bias, "silu" if kind == "gated" else None, early=True)

@@ -70,7 +70,7 @@ def test_a_norm_joins_parts_as_if_they_were_a_product(case: tuple[int, int, int,
 
 def test_shapes_change_at_powers_of_2_only() -> None:
     for outs, width in ((1152, 896), (896, 896), (9728, 896), (896, 4864), (4096, 1024), (6144, 1024), (1024, 3072)):
-        for of in (shape_of, parts_shape_of, lambda *sizes: shape_of(*sizes, gated=True)):
+        for of in (shape_of, parts_shape_of, lambda outs, width, rows: shape_of(outs, width, rows, True)):
             shapes = [of(outs, width, rows) for rows in range(2, 257)]
             for rows, shape in enumerate(shapes, 2):
                 assert shape == of(outs, width, max(2, 1 << (rows - 1).bit_length()))

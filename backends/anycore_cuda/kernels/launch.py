@@ -51,6 +51,8 @@ class Launcher:
                 kinds += (arg.dtype, device, pointer % 16 == 0)
                 values.append(pointer)
         key = (kernel, *constants, *constants.values(), *kinds)
+        if self._compiling is not None:
+            _patiently(hash, kernel)  # the first time parses it, beside threads that parse others
         ready = self._ready.get(key)
         if self._compiling is not None:
             if ready is None and key not in self._compiling:
