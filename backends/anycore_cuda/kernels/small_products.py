@@ -49,7 +49,7 @@ class Parts:
 
 def _blocks(rows: int) -> int:
     """Tiles of 64 rows, as many as a power of 2: what is chosen by them changes where the warm-up looks."""
-    return 1 << (triton.cdiv(rows, 64) - 1).bit_length()
+    return 1 << ((rows - 1) // 64).bit_length()
 
 
 def _in_range(outs: int, width: int, rows: int) -> bool:
