@@ -17,6 +17,9 @@ from urllib.parse import urlsplit
 from anycore.contract.declare import DTYPES
 from anycore.errors import ConfigError
 
+GROUP, KEPT_DENSE = 32, ("auto",)
+"""How matrices are rounded while they are loaded, unless it is said."""
+
 ENVIRONMENT = {
     "ANYCORE_CACHE": "folder for fetched models and caches (default: ~/.cache/anycore)",
     "ANYCORE_API_KEY": "key that requests must carry, as --api-key (several: comma-separated)",
@@ -77,9 +80,9 @@ class ModelConfig:
         "how weights are held: auto, as the checkpoint has them; none, dense; or rounded while they are loaded",
         choices=("auto", "none", "w8a8", "w4a16", "fp8", "bits=8", "bits=4"),
     )
-    quantization_group: int = setting(32, "inputs that share a scale under --quantization w4a16: 32, 64 or 128")
+    quantization_group: int = setting(GROUP, "inputs that share a scale under --quantization w4a16: 32, 64 or 128")
     keep_dense: tuple[str, ...] = setting(
-        ("auto",),
+        KEPT_DENSE,
         "matrices that are not quantised, such as lm_head or layers.0.* (small ones and norms never are); auto: what "
         "the scheme hurts most stays dense, or has 8 bits in groups; none: no others",
     )
@@ -188,6 +191,7 @@ class ModelConfig:
                 raise ConfigError(f"{flag(name)} must be at least 1, not {value}", param=name)
         self._check_url()
         self._check_devices()
+        self._check_rounding()
         share = self.memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ConfigError(
@@ -235,6 +239,21 @@ class ModelConfig:
                     f"{flag(item.name)} means nothing for a model of another server (--url {self.url}): set it there",
                     param=item.name,
                 )
+
+    def _check_rounding(self) -> None:
+        """Refuse what only says how matrices are rounded while they are loaded, where none are."""
+        if self.quantization_group != GROUP and self.quantization not in ("w4a16", "bits=4"):
+            raise ConfigError(
+                f"--quantization-group {self.quantization_group} belongs to --quantization w4a16, "
+                f"not {self.quantization}",
+                param="quantization_group",
+            )
+        if self.keep_dense != KEPT_DENSE and self.quantization in ("auto", "none"):
+            raise ConfigError(
+                "--keep-dense belongs to --quantization w8a8, w4a16 or fp8: nothing is rounded with "
+                f"{self.quantization}",
+                param="keep_dense",
+            )
 
     def _check_devices(self) -> None:
         """Check where replicas are to run."""

@@ -200,6 +200,15 @@ def test_patterns_name_something(t_lm: Path) -> None:
         ready(t_lm, keeping(), quantization="w4a16", quantization_group=17)
 
 
+@pytest.mark.parametrize("scheme", ["auto", "none", "w8a8", "fp8", "bits=8"])
+def test_settings_that_a_scheme_has_no_use_for_are_refused(scheme: str) -> None:
+    with pytest.raises(ConfigError, match=f"--quantization-group 128 belongs to --quantization w4a16, not {scheme}"):
+        ModelConfig(model="m", quantization=scheme, quantization_group=128)
+    if scheme in ("auto", "none"):
+        with pytest.raises(ConfigError, match=f"nothing is rounded with {scheme}"):
+            ModelConfig(model="m", quantization=scheme, keep_dense=("lm_head",))
+
+
 def test_what_w8a8_hurts_most_stays_dense_in_deep_decoders(tmp_path: Path) -> None:
     """Where the backend does not multiply by groups."""
     deep, loaded = tiny_lm(tmp_path, layers=16, hidden=64), keeping()
