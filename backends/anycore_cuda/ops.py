@@ -183,20 +183,24 @@ class CudaOps(Ops):
         small = self._small_product(x, handle, bias)
         if small is not None:
             return small
-        if self.measured and products.fits(x, handle) and products.deep(len(handle), handle.shape[1], len(x)):
+        if self._ours(x, handle, 255) and products.deep(len(handle), handle.shape[1], len(x)):
             with products.by_cublaslt():
                 return super().linear(x, handle, bias)
         return super().linear(x, handle, bias)
 
+    def _ours(self, x: Tensor, handle: Any, most: int) -> bool:
+        """Whether kernels that were measured here may multiply them; of more rows than `most` the host looks no further."""
+        return self.measured and len(x) <= most and products.fits(x, handle)
+
     def _shape(self, x: Tensor, handle: Any, gate: str | None = None) -> products.Shape | None:
         """How a kernel of ours multiplies them, where that was measured to be faster than cuBLAS."""
-        if not self.measured or not products.fits(x, handle):
+        if not self._ours(x, handle, products.MOST_ROWS):
             return None
         return products.variant_of(len(handle), handle.shape[1], len(x), gate is not None)
 
     def _small_product(self, x: Tensor, handle: Any, bias: Tensor | None, gate: str | None = None) -> Tensor | None:
         """The product with a small matrix, where that was measured to be faster than cuBLAS."""
-        if not self.measured or not products.fits(x, handle):
+        if not self._ours(x, handle, small_products.MOST_ROWS):
             return None
         outs, width = handle.shape
         if launch.rehearses("small", outs, width, x.dtype, bias is None, gate):
@@ -206,7 +210,7 @@ class CudaOps(Ops):
         return None if shape is None else small_products.product(x, handle, shape, bias, gate, self.early)
 
     def linear_for_norm(self, x: Tensor, handle: Any) -> Tensor | Parts:
-        if not self.measured or not products.fits(x, handle):
+        if not self._ours(x, handle, small_products.MOST_ROWS):
             return self.linear(x, handle)
         outs, width = handle.shape
         if launch.rehearses("for norm", outs, width, x.dtype):
