@@ -189,7 +189,7 @@ class CudaOps(Ops):
         return super().linear(x, handle, bias)
 
     def _ours(self, x: Tensor, handle: Any, most: int) -> bool:
-        """Whether kernels that were measured here may multiply them: with more rows than `most` nobody looks further."""
+        """Whether kernels that were measured here may multiply them: with more rows nobody looks further."""
         return self.measured and len(x) <= most and products.fits(x, handle)
 
     def _shape(self, x: Tensor, handle: Any, gate: str | None = None) -> products.Shape | None:
