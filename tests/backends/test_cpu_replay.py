@@ -11,11 +11,12 @@ import pytest
 import tiny
 import torch
 from backends.cpu_kernels import LEVELS, kernels_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anycore.engine.engine import Engine
 from anycore_cpu.costs import REQUESTS
-from anycore_cpu.kernels.recording import Arena, NotRecorded
-from anycore_cpu.replay import ReplayStep
+from anycore_cpu.kernels.recording import Arena, Call, NotRecorded
+from anycore_cpu.replay import Program, ReplayStep
 
 DTYPES = ("float32", "bfloat16")
 
@@ -130,6 +131,24 @@ def test_results_are_the_callers_own(t_lm: Path) -> None:
     made.runner._step = kept
     engines.run(made, [[5, 6, 7], [8, 9]], max_tokens=6)
     assert all(torch.equal(given, copy) for given, copy in rows)
+
+
+def test_torchs_own_threads_have_no_part_in_a_result() -> None:
+    """They would look for work on a core of the pool's long after they have copied 32,768 numbers or more."""
+    ran: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    rows = torch.randn(128, 384)
+    program = Program((Call * 0)(), [], None, rows)  # type: ignore[arg-type]
+    with Watch():
+        copy = program.copied()
+    assert ran == ["aten.empty_like.default"]
+    assert torch.equal(copy, rows)
+    assert copy.data_ptr() != rows.data_ptr()
 
 
 def test_larger_batches_run_as_they_are(t_lm: Path) -> None:
