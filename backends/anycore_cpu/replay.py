@@ -43,7 +43,7 @@ class Program:
     rows: Tensor
 
     def copied(self) -> Tensor:
-        """The wanted rows. torch would share out 32,768 numbers among threads of its own, one of which then looks for work
+        """The wanted rows. torch would share out 32,768 numbers among threads of its own, and these then look for work
         on a core of ours for 4 ms.
         """
         rows = torch.empty_like(self.rows)
