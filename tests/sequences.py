@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
-from anycore.engine.request import NewRequest, Request, SamplingParams
+from anycore.engine.request import NewRequest, SamplingParams
+from anycore.engine.sequence import Request
 
 
 def limits(seqs: int = 4, tokens: int = 16, length: int = 64, block_size: int = 4, blocks: int = 33) -> Limits:

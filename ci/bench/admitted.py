@@ -21,8 +21,9 @@ from itertools import count
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool
-from anycore.engine.request import NewRequest, Request, SamplingParams
+from anycore.engine.request import NewRequest, SamplingParams
 from anycore.engine.scheduler import Scheduler
+from anycore.engine.sequence import Request
 
 PROMPT, OUTPUT = (161, 1.1), (338, 1.0)  # mean of the tokens, deviation of their logarithm
 BAR = 3.0

@@ -17,7 +17,7 @@ from anycore.distributed import run
 from anycore.distributed.app import actor
 from anycore.distributed.loads import Loads
 from anycore.distributed.settings import SEATS, alone, check, placement_of
-from anycore.engine.request import Stats
+from anycore.engine.stats import Stats
 from anycore.errors import ConfigError
 
 MANIFEST = Path(__file__).parent.parent.parent / "docs" / "deploy" / "kuberay.yaml"

@@ -7,7 +7,7 @@ from pathlib import Path
 from engines import engine, finish, request
 
 from anycore.contract.declare import Task
-from anycore.engine.request import STEP_TOKENS, Distribution
+from anycore.engine.stats import STEP_TOKENS, Distribution
 
 
 def test_a_value_is_counted_under_the_first_bound_that_it_does_not_exceed() -> None:

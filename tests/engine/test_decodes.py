@@ -5,7 +5,7 @@ from __future__ import annotations
 from sequences import sequence
 
 from anycore.engine.decodes import Decodes
-from anycore.engine.request import Request
+from anycore.engine.sequence import Request
 
 
 def prefilled(number: int, prompt: int) -> Request:

@@ -13,8 +13,9 @@ from sequences import limits, sequence
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool
-from anycore.engine.request import NewRequest, PoolingParams, Request
+from anycore.engine.request import NewRequest, PoolingParams
 from anycore.engine.scheduler import Scheduler
+from anycore.engine.sequence import Request
 
 BACKLOG = 8  # more than may run at once: who has so many waiting takes all the turns there are
 

@@ -11,8 +11,9 @@ from sequences import sequence
 
 from anycore.contract.batch import IN_PROMPT, Penalties, Sampling
 from anycore.contract.sampling import filtered, penalised, sample
-from anycore.engine.request import Request, SamplingParams
+from anycore.engine.request import SamplingParams
 from anycore.engine.sampler import Sampler, draws, mixed_seeds
+from anycore.engine.sequence import Request
 from anycore.errors import BadRequest
 
 LOGITS = [2.0, 1.0, 0.0, -1.0]

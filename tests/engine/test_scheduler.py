@@ -18,8 +18,9 @@ from sequences import limits, sequence
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool
-from anycore.engine.request import NewRequest, PoolingParams, Request, Status
+from anycore.engine.request import NewRequest, PoolingParams
 from anycore.engine.scheduler import Scheduler, Step
+from anycore.engine.sequence import Request, Status
 
 
 def next_token(tokens: list[int]) -> int:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from anycore.contract.declare import Task
-from anycore.engine.request import Delta, FinishReason, NewRequest, SamplingParams, Stats, TokenLogprob
+from anycore.engine.request import Delta, FinishReason, NewRequest, SamplingParams, TokenLogprob
+from anycore.engine.stats import Stats
 from anycore.server import child, wire
 
 

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from anycore.contract.declare import Task
-from anycore.engine.request import Delta, FinishReason, NewRequest, Stats
+from anycore.engine.request import Delta, FinishReason, NewRequest
+from anycore.engine.stats import Stats
 from anycore.errors import BadRequest, ConfigError, DoesNotFit, Overloaded, WeightsError
 from anycore.server import child, wire
 

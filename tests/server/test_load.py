@@ -15,7 +15,7 @@ from server.harness import Live, patience, serve_here
 from anycore.config import ModelConfig
 from anycore.engine.engine import Engine
 from anycore.engine.pace import Pace
-from anycore.engine.request import Stats
+from anycore.engine.stats import Stats
 from anycore.server import child, wire
 
 ENGINES: list[Engine] = []

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.harness import Live, serve_here
 
 from anycore.config import ModelConfig
-from anycore.engine.request import STEP_TOKENS, Stats
+from anycore.engine.stats import STEP_TOKENS, Stats
 from anycore.server.metrics import MEMORY, Metrics
 from anycore.server.series import TABLE, samples
 

@@ -8,7 +8,8 @@ import time
 
 import msgspec
 
-from anycore.engine.request import Delta, FinishReason, NewRequest, Stats
+from anycore.engine.request import Delta, FinishReason, NewRequest
+from anycore.engine.stats import Stats
 from anycore.server import child, wire
 
 VOCABULARY = range(1000, 20_000)

@@ -14,7 +14,8 @@ from typing import Any
 from anycore.config import ModelConfig
 from anycore.distributed.loads import loads_of
 from anycore.distributed.pieces import Met, decode_met, decode_piece, encode
-from anycore.engine.request import NewRequest, Stats
+from anycore.engine.request import NewRequest
+from anycore.engine.stats import Stats
 from anycore.errors import AnycoreError, BadRequest, DeadlineExceeded, Overloaded, Unavailable
 from anycore.server import wire
 from anycore.server.logs import log_crash

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from anycore.engine.request import Stats
+from anycore.engine.stats import Stats
 
 WORK = ("running", "waiting", "deferred")
 BLOCKS = ("blocks", "blocks_free")

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from anycore.engine.request import Delta, NewRequest, Stats
+from anycore.engine.request import Delta, NewRequest
+from anycore.engine.stats import Stats
 from anycore.server import wire
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from anycore.config import ModelConfig, ServerConfig
 from anycore.distributed.pieces import Met, Piece, decode_request, encode
 from anycore.distributed.ranks import Ranks
-from anycore.engine.request import NewRequest, RequestRecord, Stats
+from anycore.engine.request import NewRequest, RequestRecord
+from anycore.engine.stats import Stats
 from anycore.errors import AnycoreError, Unavailable
 from anycore.server import logs, wire
 from anycore.server.bridge import EngineClient

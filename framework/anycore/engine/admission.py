@@ -10,9 +10,10 @@ import numpy as np
 
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
-from anycore.engine.request import NewRequest, Request, SamplingParams
+from anycore.engine.request import NewRequest, SamplingParams
 from anycore.engine.sampler import MASK, mixed
 from anycore.engine.searches import Search, needs_texts
+from anycore.engine.sequence import Request
 from anycore.errors import BadRequest, ContextLengthExceeded, InvalidGrammar
 from anycore.models.spec import ModelSpec
 

@@ -1,7 +1,6 @@
 """Log-probabilities that few rows ask for: of ids that a request names, and what a beam search chooses from.
 
-Plain torch on those rows alone, computed from their hidden states beside the step's own sampling: no backend has to
-know of it.
+Computed on those rows alone, from their hidden states beside the step's own sampling, which no backend has to know of.
 """
 
 from __future__ import annotations
@@ -14,10 +13,12 @@ from torch import Tensor
 
 from anycore.contract.batch import Sampling
 from anycore.contract.costs import SAMPLED_ROWS
+from anycore.contract.ops import Ops
 from anycore.contract.sampling import adjust
 from anycore.engine.beams import Branch
-from anycore.engine.request import Request, SamplingParams, TokenLogprob
+from anycore.engine.request import SamplingParams, TokenLogprob
 from anycore.engine.sampler import Sampler
+from anycore.engine.sequence import Request
 
 
 @dataclass(slots=True)
@@ -43,7 +44,12 @@ def asking(requests: list[Request]) -> Asking:
 
 
 def compute(
-    logits: Callable[[Tensor], Tensor], sampler: Sampler, requests: list[Request], hidden: Tensor, rows: Asking
+    logits: Callable[[Tensor], Tensor],
+    ops: Ops,
+    sampler: Sampler,
+    requests: list[Request],
+    hidden: Tensor,
+    rows: Asking,
 ) -> list[Tensor]:
     """Return what `named` and `branched` read, on the device. `hidden` [R, H] are the states of the sampled rows."""
     leaving: list[Tensor] = []
@@ -52,7 +58,7 @@ def compute(
         lists = [_params(requests[row]).logprob_token_ids for row in part]
         width = max(map(len, lists))
         ids = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in lists], device=raw.device)
-        leaving.append(raw.gather(1, ids) - raw.logsumexp(-1, keepdim=True))
+        leaving.append(ops.logprobs(raw, ids))
     for part in _parts(rows.branching):
         wanted = [requests[row] for row in part]
         leaving += likeliest(logits(hidden[part]), sampler.edits(wanted), max(map(_branches, wanted)))

@@ -17,8 +17,8 @@ from anycore.contract.backend import Memory
 from anycore.contract.batch import Batch, Samples
 from anycore.contract.desk import Desk
 from anycore.contract.sizes import Limits
-from anycore.engine.request import Request
 from anycore.engine.scheduler import Step
+from anycore.engine.sequence import Request
 from anycore.engine.tables import BlockTables
 from anycore.models.spec import ModelSpec
 

@@ -8,8 +8,9 @@ from anycore.engine.grammar import GrammarState
 from anycore.engine.launched import Results, Vector
 from anycore.engine.live import Live, failed
 from anycore.engine.pooling import finish_scores, finish_vector
-from anycore.engine.request import Delta, FinishReason, PoolingParams, Request, Status
+from anycore.engine.request import Delta, FinishReason, PoolingParams
 from anycore.engine.searches import Search
+from anycore.engine.sequence import Request, Status
 from anycore.errors import AnycoreError, BadRequest, InvalidGrammar, NonFiniteOutput
 from anycore.models.spec import ModelSpec
 

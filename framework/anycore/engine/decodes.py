@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from anycore.engine.request import Request
+    from anycore.engine.sequence import Request
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -16,10 +16,12 @@ from anycore.engine.grammar import Grammars
 from anycore.engine.launched import Launched
 from anycore.engine.live import Live
 from anycore.engine.pace import Pace
-from anycore.engine.request import STEP_SEQUENCES, STEP_TOKENS, Delta, NewRequest, Stats, Status
+from anycore.engine.request import Delta, NewRequest
 from anycore.engine.runner import Runner
 from anycore.engine.scheduler import Scheduler
 from anycore.engine.searches import MOMENT, Search, Texts, needs_texts
+from anycore.engine.sequence import Status
+from anycore.engine.stats import STEP_SEQUENCES, STEP_TOKENS, Stats
 from anycore.errors import AnycoreError, BadRequest, DeadlineExceeded
 
 Clock = Callable[[], float]

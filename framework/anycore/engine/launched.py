@@ -13,8 +13,9 @@ from anycore.contract.backend import Download, StepOutput
 from anycore.engine.alternatives import Asking
 from anycore.engine.beams import Branch
 from anycore.engine.decodes import Array
-from anycore.engine.request import Request, TokenLogprob
+from anycore.engine.request import TokenLogprob
 from anycore.engine.scheduler import NONE, Step
+from anycore.engine.sequence import Request
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 

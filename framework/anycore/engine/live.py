@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from anycore.engine.request import Delta, FinishReason, Request, Stats
+from anycore.engine.request import Delta, FinishReason
 from anycore.engine.scheduler import Scheduler
+from anycore.engine.sequence import Request
+from anycore.engine.stats import Stats
 from anycore.errors import AnycoreError
 
 

@@ -2,7 +2,7 @@
 
 That thread waits for a step's tokens itself, takes them, then fills the masks of the step after: what it is asked for
 is done in order, so that a state is never used from two threads, and whoever launches steps waits only for the masks.
-It is one thread, since several that share the rows took longer, the more of them the longer (docs/performance-cuda.md).
+It is one thread, since several that share the rows took longer, the more of them the longer (docs/performance.md).
 """
 
 from __future__ import annotations

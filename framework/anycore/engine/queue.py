@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from itertools import islice
 
-from anycore.engine.request import Request
+from anycore.engine.sequence import Request
 
 
 class Queue:

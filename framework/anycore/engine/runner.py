@@ -18,14 +18,14 @@ from anycore.contract.backend import Backend, Limits, WholeStep
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.declare import Task
 from anycore.contract.desk import Desk
-from anycore.contract.sampling import report
 from anycore.engine import alternatives
 from anycore.engine.alternatives import asking
 from anycore.engine.building import BatchBuilder, extended
 from anycore.engine.launched import Launched, Results, Wanted
-from anycore.engine.request import Request, TokenLogprob
+from anycore.engine.request import TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.scheduler import NONE, Entry, Step
+from anycore.engine.sequence import Request
 from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
 
@@ -130,7 +130,9 @@ class Runner:
         output, wanted = launched.output, launched.wanted
         leaving: list[Tensor] = []
         if wanted.asking:  # before what is sampled is counted
-            leaving = alternatives.compute(self.model.logits, self.sampler, wanted.sampled, output.rows, wanted.asking)
+            leaving = alternatives.compute(
+                self.model.logits, self.backend.ops, self.sampler, wanted.sampled, output.rows, wanted.asking
+            )
         launched.further = len(leaving)
         if output.samples is not None:
             self.sampler.observe(wanted.sampled, output.samples)
@@ -246,7 +248,7 @@ class Runner:
             part = targets[start : start + LOGIT_ROWS]
             raw = self.model.logits(hidden[start : start + LOGIT_ROWS])
             ids = torch.tensor(part, dtype=torch.int64, device=raw.device)
-            logprobs, ranks, top_ids, top_logprobs = report(raw, ids, alternatives)
+            logprobs, ranks, top_ids, top_logprobs = self.backend.ops.report(raw, ids, alternatives)
             tops = _tops(top_ids, top_logprobs, len(part))
             out += map(TokenLogprob, part, logprobs.tolist(), ranks.tolist(), tops)
         return out

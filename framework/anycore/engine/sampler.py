@@ -22,7 +22,8 @@ from anycore.contract.sampling import GREEDY_BELOW
 from anycore.engine.decodes import Array
 from anycore.engine.grammar import GrammarState
 from anycore.engine.masks import Masks
-from anycore.engine.request import Request, SamplingParams
+from anycore.engine.request import SamplingParams
+from anycore.engine.sequence import Request
 
 MASK = 2**64 - 1
 

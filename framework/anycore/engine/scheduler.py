@@ -17,7 +17,7 @@ from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool
 from anycore.engine.decodes import Array, Decodes
 from anycore.engine.queue import Queue
-from anycore.engine.request import Request, Status
+from anycore.engine.sequence import Request, Status
 
 AGEING_TOKENS = 100
 """short-first: a second of waiting weighs as much as this many prompt tokens, so that nobody starves."""

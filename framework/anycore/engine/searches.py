@@ -14,7 +14,8 @@ from typing import Protocol
 import msgspec
 
 from anycore.engine.beams import BeamSearch, Branch, Ended, Ends
-from anycore.engine.request import Delta, NewRequest, Request, SamplingParams, Timing
+from anycore.engine.request import Delta, NewRequest, SamplingParams
+from anycore.engine.sequence import Request, Timing
 from anycore.errors import BadRequest
 
 MOMENT = 0.01  # seconds that an engine with nothing else to do waits for a tokenizer to be read

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from anycore.contract.sizes import Limits
-from anycore.engine.request import Request
+from anycore.engine.sequence import Request
 
 Array = np.ndarray[Any, Any]
 

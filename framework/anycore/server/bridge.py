@@ -24,7 +24,8 @@ import zmq.asyncio
 
 from anycore.config import ModelConfig
 from anycore.engine.pace import Pace
-from anycore.engine.request import NewRequest, Stats
+from anycore.engine.request import NewRequest
+from anycore.engine.stats import Stats
 from anycore.errors import AnycoreError, BadRequest, ConfigError, Overloaded, Unavailable
 from anycore.server import spares, wire
 from anycore.server.logs import log_crash

@@ -23,7 +23,8 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from anycore.engine.request import Delta, NewRequest, Stats
+from anycore.engine.request import Delta, NewRequest
+from anycore.engine.stats import Stats
 from anycore.errors import AnycoreError
 from anycore.server import logs, wire
 

@@ -15,7 +15,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from anycore.engine.request import Distribution, FinishReason, NewRequest, RequestRecord, Stats
+from anycore.engine.request import FinishReason, NewRequest, RequestRecord
+from anycore.engine.stats import Distribution, Stats
 from anycore.errors import Overloaded
 from anycore.server.aliases import Renamed
 from anycore.server.series import MODEL, PREFIX, TABLE, Series

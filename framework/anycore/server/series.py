@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from anycore.engine.request import STEP_SEQUENCES, STEP_TOKENS, Distribution, Stats
+from anycore.engine.stats import STEP_SEQUENCES, STEP_TOKENS, Distribution, Stats
 
 PREFIX = "anycore:"
 MODEL = ("model_name", "engine", "task", "backend")

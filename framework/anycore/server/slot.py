@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import msgspec
 
 from anycore.config import ModelConfig
-from anycore.engine.request import NewRequest, Stats
+from anycore.engine.request import NewRequest
+from anycore.engine.stats import Stats
 from anycore.errors import AnycoreError, Conflict, Overloaded, Unavailable
 from anycore.server import wire
 from anycore.server.phases import Phase, Status

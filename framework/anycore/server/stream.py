@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from anycore import errors
-from anycore.engine.request import Delta, FinishReason, NewRequest, RequestRecord, Stats
+from anycore.engine.request import Delta, FinishReason, NewRequest, RequestRecord
+from anycore.engine.stats import Stats
 from anycore.errors import AnycoreError, Overloaded
 from anycore.server import visits
 

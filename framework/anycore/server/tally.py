@@ -6,7 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
-from anycore.engine.request import Stats
+from anycore.engine.stats import Stats
 
 FIELDS = ("running", "prompt_tokens", "cached_tokens", "output_tokens")  # each eight bytes
 

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from anycore.config import ModelConfig
-from anycore.engine.request import Delta, NewRequest, Stats
+from anycore.engine.request import Delta, NewRequest
+from anycore.engine.stats import Stats
 
 
 class Boot(msgspec.Struct, kw_only=True):

@@ -20,8 +20,9 @@ from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
 from anycore.engine.blocks import BlockPool
 from anycore.engine.chains import Chain
-from anycore.engine.request import NewRequest, Request
+from anycore.engine.request import NewRequest
 from anycore.engine.scheduler import Scheduler, Step
+from anycore.engine.sequence import Request
 from anycore.simulate.steptime import StepTime, launching_of
 
 
