@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anycore.contract.batch import Batch, Samples, Sampling
 from anycore.contract.formats import Format
 from anycore.contract.ops import HeadNorms
-from anycore.contract.sampling import adjust, raw_of, report
 from anycore.contract.weights import DenseWeight, Int8Weight, Weight
-from anycore_cpu.kernels import ends, quantised
+from anycore_cpu.kernels import edits, ends, quantised, reports
 from anycore_cpu.kernels.attention import DTYPES, KernelPlan
 from anycore_cpu.kernels.library import Kernels, PackedMatrix
 from anycore_cpu.kernels.quantised import QuantisedMatrix
@@ -106,17 +105,38 @@ class KernelOps(CpuOps):
         return ends.pool(self.kernels, rows, batch.query_starts_device, kind)
 
     def sample(self, logits: Tensor, params: Sampling) -> Samples:
-        raw = raw_of(logits, params)
         logits = logits.contiguous()
-        adjust(logits, replace(params, masked=None))
-        if params.masked is not None:
-            ends.mask(self.kernels, logits, *params.masked)
+        asking = params.reported
+        raw, rows = logits, asking  # what log-probabilities are of: kept beside the logits where these are edited
+        if params.logprobs is not None and params.edited:
+            every = torch.arange(len(logits)) if asking is None else asking
+            raw, rows = ends.gather(self.kernels, [(every, logits)]), None
+        self._edit(logits, params)
         samples = Samples(*ends.choose(self.kernels, logits, params))
-        if raw is not None and params.logprobs is not None:
-            samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs = report(
-                raw, samples.ids, params.logprobs
-            )
+        if params.logprobs is not None:
+            ids = samples.ids if asking is None else samples.ids[asking]
+            found = reports.report(self.kernels, raw, ids, params.logprobs, rows)
+            if asking is not None:
+                found = reports.spread(found, asking, len(logits))
+            samples.logprobs, samples.ranks, samples.top_ids, samples.top_logprobs = found
         return samples
+
+    def report(self, raw: Tensor, ids: Tensor, count: int) -> reports.Report:
+        return reports.report(self.kernels, raw, ids, count)
+
+    def logprobs(self, raw: Tensor, ids: Tensor) -> Tensor:
+        return reports.named(self.kernels, raw, ids)
+
+    def _edit(self, logits: Tensor, params: Sampling) -> None:
+        """Penalties, biases, bans and masks, in place."""
+        if params.penalties is not None:
+            edits.penalise(self.kernels, logits, params.penalties)
+        if params.bias is not None:
+            edits.add(self.kernels, logits, *params.bias)
+        if params.banned is not None:
+            edits.ban(self.kernels, logits, *params.banned)
+        if params.masked is not None:
+            edits.mask(self.kernels, logits, *params.masked)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return self.kernels.norm(x, residual, weight, None, eps, centred=False)

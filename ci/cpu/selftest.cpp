@@ -243,6 +243,85 @@ void check_sampling(Chance& chance) {
     }
 }
 
+void check_edits(Chance& chance) {
+    const long rows = chance.between(1, 4), height = rows + 1, count = chance.coin() ? chance.between(1, 300) : chance.between(16000, 33000);
+    const long penalised = chance.below(rows + 1), number = chance.coin() ? chance.below(40) : 17000;
+    Memory<float> logits(rows * count), repetition(penalised), presence(penalised), frequency(penalised), values(number);
+    Memory<int32_t> counts(height * count);
+    Memory<int64_t> which(penalised), places(penalised), at(number), ids(number);
+    std::vector<double> wanted;
+    for (long i = 0; i < rows * count; i++) logits[i] = chance.number() * 5, wanted.push_back(static_cast<double>(logits[i]));
+    const long rare = chance.coin() ? 2 : 200;
+    for (long i = 0; i < height * count; i++)
+        counts[i] = chance.below(rare) ? 0 : static_cast<int32_t>(chance.below(4) + (chance.coin() ? 1 << 30 : 0));
+    for (long i = 0; i < penalised; i++) {
+        which[i] = i, places[i] = height - 1 - i;
+        repetition[i] = static_cast<float>(chance.between(1, 30)) / 10, presence[i] = chance.number();
+        frequency[i] = chance.number();
+        for (long id = 0; id < count; id++) {
+            const int32_t seen = counts[places[i] * count + id], often = seen & ((1 << 30) - 1);
+            double& logit = wanted[static_cast<size_t>(i * count + id)];
+            const double factor = static_cast<double>(repetition[i]);
+            if (seen) logit = logit > 0 ? logit / factor : logit * factor;
+            logit -= static_cast<double>(frequency[i]) * often + (often ? static_cast<double>(presence[i]) : 0);
+        }
+    }
+    anycore_penalise(logits, rows, count, which, counts, height, places, repetition, presence, frequency, penalised);
+    for (long i = 0; i < number; i++) {
+        at[i] = chance.between(-1, rows), ids[i] = chance.between(-1, count), values[i] = chance.number();  // some are beside
+        if (at[i] >= 0 && at[i] < rows && ids[i] >= 0 && ids[i] < count)
+            wanted[static_cast<size_t>(at[i] * count + ids[i])] += static_cast<double>(values[i]);
+    }
+    anycore_add(logits, rows, count, at, ids, values, number);
+    for (long i = 0; i < rows * count; i++)
+        near(static_cast<double>(logits[i]), wanted[static_cast<size_t>(i)], 1e-3, "penalties and biases");
+    anycore_ban(logits, rows, count, at, ids, number);
+    for (long i = 0; i < number; i++)
+        if (at[i] >= 0 && at[i] < rows && ids[i] >= 0 && ids[i] < count)
+            wanted[static_cast<size_t>(at[i] * count + ids[i])] = -INFINITY;
+    for (long i = 0; i < rows * count; i++)
+        require((logits[i] == -INFINITY) == (wanted[static_cast<size_t>(i)] == -INFINITY), "bans");
+}
+
+void check_report(Chance& chance) {
+    const long height = chance.between(1, 4), count = chance.coin() ? chance.between(1, 200) : chance.between(4000, 14000);
+    const long reported = chance.coin() ? height : chance.below(height + 1), named = chance.between(1, 4);
+    const long top = chance.coin() ? chance.below(std::min(count, 21L) + 1) : std::min(count, chance.between(1, 5000));
+    const bool chosen = reported != height || chance.coin();
+    Memory<float> logits(height * count), logprobs(reported * named), top_logprobs(reported * top);
+    Memory<int64_t> which(reported), ids(reported * named), ranks(reported), top_ids(reported * top);
+    for (long i = 0; i < height * count; i++) logits[i] = chance.below(9) ? chance.number() * 5 : -INFINITY;
+    for (long r = 0; r < height; r++) logits[r * count + chance.below(count)] = 1;
+    for (long i = 0; i < reported; i++) which[i] = chosen ? chance.below(height) : i;
+    for (long i = 0; i < reported * named; i++) ids[i] = chance.below(count);
+    anycore_report(logits, count, chosen ? static_cast<int64_t*>(which) : nullptr, reported, ids, named, top, logprobs, ranks,
+                   top_ids, top_logprobs);
+    for (long i = 0; i < reported; i++) {
+        const float* row = logits + which[i] * count;
+        double total = 0;
+        for (long id = 0; id < count; id++) total += std::exp(static_cast<double>(row[id]));
+        for (long n = 0; n < named; n++) {
+            const float logit = row[ids[i * named + n]], got = logprobs[i * named + n];
+            if (std::isinf(logit))
+                require(got == -INFINITY, "a log-probability of what cannot be");
+            else
+                near(static_cast<double>(got), static_cast<double>(logit) - std::log(total), 1e-5, "a log-probability");
+        }
+        const float first = row[ids[i * named]];
+        require(ranks[i] == 1 + std::count_if(row, row + count, [&](float x) { return x > first; }), "a rank");
+        std::vector<long> order;
+        for (long id = 0; id < count; id++) order.push_back(id);
+        std::stable_sort(order.begin(), order.end(), [&](long a, long b) { return row[a] > row[b]; });
+        for (long n = 0; n < top; n++) {
+            require(top_ids[i * top + n] == order[static_cast<size_t>(n)], "the most likely ids");
+            const float logit = row[order[static_cast<size_t>(n)]], got = top_logprobs[i * top + n];
+            require(std::isinf(logit) ? got == -INFINITY
+                                      : std::fabs(static_cast<double>(got - logit) + std::log(total)) < 1e-5,
+                    "their log-probabilities");
+        }
+    }
+}
+
 void check_any_attention(Chance& chance) {
     const long dims[] = {2, 8, 16, 24, 64, 80, 128, 256}, blocks[] = {0, 1, 4, 16, 32};
     AttentionCase shape{};
@@ -278,6 +357,8 @@ int main(int count, char** words) {
         check_activation(chance);
         check_ends(chance);
         check_sampling(chance);
+        check_edits(chance);
+        check_report(chance);
         check_any_attention(chance);
     }
     std::printf("%ld numbers are right\n", checked);

@@ -172,22 +172,3 @@ def test_a_draw_never_feels_its_company(kernels: Kernels) -> None:
         own = {name: x[i : i + 1] for name, x in chosen.items()}
         alone, _ = ends.choose(kernels, logits[i : i + 1], Sampling(torch.ones(1), uniforms[i : i + 1], **own))
         assert alone.item() == together[i]
-
-
-@pytest.mark.parametrize("count", [1, 31, 32, 70, 1000, 49153])
-def test_masks_leave_what_they_allow(kernels: Kernels, count: int) -> None:
-    """As the contract says it; words of all ids, of none and of some."""
-    generator = torch.Generator().manual_seed(count)
-    logits = torch.randn(5, count, generator=generator)
-    rows = torch.tensor([4, 0, 2])
-    words = torch.randint(-(2**31), 2**31, (3, -(-count // 32)), generator=generator).to(torch.int32)
-    words[torch.rand(words.shape, generator=generator) < 0.3] = 0
-    words[torch.rand(words.shape, generator=generator) < 0.3] = -1
-    expected = logits.clone()
-    sampling.constrain(expected, rows, words)
-    ends.mask(kernels, logits, rows, words)
-    assert torch.equal(logits, expected)
-    with pytest.raises(ValueError, match="side by side"):
-        ends.mask(
-            kernels, torch.randn(count + 1, 2).t(), rows[:1], torch.zeros(1, -(-(count + 1) // 32), dtype=torch.int32)
-        )

@@ -180,6 +180,17 @@ def test_logprobs_equal_hugging_face_and_survive_chunks_and_cache(t_lm: Path) ->
             assert [p for _, p in first.top] == pytest.approx(raw[-1].topk(5).values.tolist(), abs=1e-4)
 
 
+def test_the_backend_reports_on_prompts_and_named_ids(t_lm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = engine(t_lm)
+    ops, asked = made.runner.backend.ops, []
+    for name in ("report", "logprobs"):
+        own = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *given, own=own, name=name: asked.append(name) or own(*given))
+    run(made, [[5, 6, 7]], max_tokens=2, prompt_logprobs=1, logprobs=0, logprob_token_ids=(3, 9))
+    assert asked.count("report") == 1
+    assert asked.count("logprobs") == 2
+
+
 def test_prompt_logprobs_without_generating(t_lm: Path) -> None:
     output = run(engine(t_lm), [[5, 6, 7]], max_tokens=0, prompt_logprobs=0)[0]
     assert output.tokens == []

@@ -261,6 +261,17 @@ def test_a06_logprobs_are_of_the_raw_distribution_and_finite() -> None:
     assert samples.ranks.tolist() == [1]
 
 
+def test_rows_that_want_logprobs_are_told_from_others() -> None:
+    sampler = Sampler(4, torch.device("cpu"), seats=3)
+    for wanted, told in (([None, 2, 0], [1, 2]), ([1, 2, 0], None), ([None] * 3, None)):
+        rows = [row(logprobs=number, logit_bias={0: 1.0}) for number in wanted]
+        for seat, request in enumerate(rows):
+            request.seat = seat
+        sampling = prepared(sampler, rows)
+        assert sampling.logprobs == (2 if 2 in wanted else None)
+        assert (None if sampling.reported is None else sampling.reported.tolist()) == told
+
+
 def test_non_finite_rows_are_named() -> None:
     logits = torch.tensor([LOGITS, [math.nan, 1, 2, 3], [-math.inf] * 4, [math.inf, 0, 0, 0]])
     sampler = Sampler(4, torch.device("cpu"))

@@ -78,18 +78,6 @@ def pool(kernels: Kernels, rows: Tensor, starts: Tensor, kind: str) -> Tensor:
     return out
 
 
-def mask(kernels: Kernels, logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Leave rows [K] int64 of logits [R, V] float32 only the ids that words [K, ceil(V / 32)] int32 allow, in place."""
-    count, masked = logits.shape[1], len(rows)
-    expect("logits", logits, torch.float32, len(logits), count)
-    expect("rows", rows, torch.int64, masked)
-    expect("words", words, torch.int32, masked, -(-count // 32))
-    if not logits.is_contiguous():
-        raise ValueError("logits are changed in place, so that their rows have to lie side by side")
-    rows, words = rows.contiguous(), words.contiguous()
-    kernels.library.anycore_mask(logits.data_ptr(), count, rows.data_ptr(), words.data_ptr(), masked)
-
-
 def choose(kernels: Kernels, logits: Tensor, params: Sampling) -> tuple[Tensor, Tensor]:
     """Ids [R] by logits [R, V] float32, which are edited already, and whether these are finite."""
     rows, count = logits.shape

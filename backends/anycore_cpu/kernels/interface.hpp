@@ -41,6 +41,14 @@ void anycore_angles(const int64_t* positions, const float* frequencies, float sc
                     float* sin);
 void anycore_pool(const void* x, const int32_t* starts, long requests, long width, int mean, int wide, float* out);
 void anycore_mask(float* logits, long count, const int64_t* rows, const uint32_t* words, long masked);
+void anycore_penalise(float* logits, long rows, long count, const int64_t* which, const int32_t* counts, long height,
+                      const int64_t* places, const float* repetition, const float* presence, const float* frequency,
+                      long penalised);
+void anycore_add(float* logits, long rows, long count, const int64_t* which, const int64_t* ids, const float* values,
+                 long number);
+void anycore_ban(float* logits, long rows, long count, const int64_t* which, const int64_t* ids, long number);
+void anycore_report(const float* logits, long count, const int64_t* which, long reported, const int64_t* ids, long named,
+                    long top, float* logprobs, int64_t* ranks, int64_t* top_ids, float* top_logprobs);
 void anycore_sample(const float* logits, long rows, long count, const float* temperature, const double* uniforms,
                     const int64_t* top_k, const float* top_p, const float* min_p, int greedy, int64_t* ids,
                     bool* finite);

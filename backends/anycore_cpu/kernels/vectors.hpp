@@ -182,6 +182,19 @@ INLINE float largest(Floats value) {
 #endif
 }
 
+// Whether any lane is not 0.
+INLINE bool any(Ints value) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(value), reinterpret_cast<__m512i>(value)) != 0;
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256(reinterpret_cast<__m256i>(value), reinterpret_cast<__m256i>(value));
+#else
+    int64_t halves[VECTOR_BYTES / 8];
+    std::memcpy(halves, &value, sizeof halves);
+    return (halves[0] | halves[1]) != 0;
+#endif
+}
+
 // e to the power of x, within 2e-7 of it; below -87 it is e^-87, above 88 it is e^88. NaN stays NaN.
 INLINE Floats exp(Floats x) {
     x = x < all(-87.0f) ? all(-87.0f) : x;

@@ -94,6 +94,8 @@ class Sampling:
     masked: tuple[Tensor, Tensor] | None = None  # rows int64 [K], words int32 [K, ceil(V / 32)]: see `allowed`
     logprobs: int | None = None  # how many alternatives to report (0: only the sampled id); None: no logprobs at all
     all_greedy: bool = False  # host hint: every temperature is 0
+    # Rows int64 [K] that want log-probabilities; None: all. What a backend reports of others is not read.
+    reported: Tensor | None = None
 
     @property
     def filtered(self) -> bool:

@@ -225,6 +225,14 @@ class Ops:
         """Choose one id a row from logits [R, V] float32, which may be overwritten."""
         return sampling.sample(logits, params)
 
+    def report(self, raw: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Log-probabilities and ranks of ids [R] by logits [R, V] float32; the `count` most likely ids, with theirs."""
+        return sampling.report(raw, ids, count)
+
+    def logprobs(self, raw: Tensor, ids: Tensor) -> Tensor:
+        """Log-probabilities of ids [R, N] by logits [R, V] float32."""
+        return raw.gather(1, ids) - raw.logsumexp(-1, keepdim=True)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, perhaps in place; identity when alone. Each rank gets the same numbers."""
         return self.group.all_reduce(x)

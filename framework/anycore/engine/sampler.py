@@ -197,14 +197,15 @@ class Sampler:
     def _extras(self, requests: list[Request], held: list[int], sampling: Sampling) -> Sampling:
         """What few rows have: penalties, ids made more or less likely, log-probabilities. Those `held` have masks."""
         params = [_params(request) for request in requests]
-        wanted = [p.logprobs for p in params if p.logprobs is not None]
+        wanted = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         return replace(
             sampling,
             penalties=self._penalties(requests, params),
             bias=self._bias(params),
             banned=self._banned(requests, params),
             masked=self._masked(held),
-            logprobs=max(wanted) if wanted else None,
+            logprobs=max(wanted.values()) if wanted else None,
+            reported=self._longs(list(wanted)) if 0 < len(wanted) < len(params) else None,
         )
 
     def edits(self, requests: list[Request]) -> Sampling:
