@@ -24,6 +24,8 @@ REFUSED = {"trust_remote_code"}  # the field exists to be refused by ModelConfig
 TOGETHER: dict[str, dict[str, Any]] = {
     "url": {"task": "embed"},
     "url_api_key_env": {"task": "embed", "url": "http://other/v1"},
+    "quantization_group": {"quantization": "w4a16"},
+    "keep_dense": {"quantization": "w8a8"},
     "ssl_keyfile": {"ssl_certfile": "text"},
     "ssl_ca_certs": {"ssl_certfile": "text"},
 }
