@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from anycore.contract.backend import Download, StepOutput
+from anycore.contract.batch import Sampling
 from anycore.engine.alternatives import Asking
 from anycore.engine.beams import Branch
 from anycore.engine.decodes import Array
@@ -52,6 +53,15 @@ class Launched:
         first = self.arrive()[self.further]
         ids: list[int] = (first if first.dim() == 1 else first[0]).tolist()
         return ids
+
+
+@dataclass(slots=True)
+class Unsampled:
+    """A step whose sampling is put off: what it will be sampled from, and how."""
+
+    logits: Tensor
+    sampling: Sampling
+    launched: Launched | None = None  # the step itself, once its launch is through
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from anycore.contract.desk import Desk
 from anycore.engine import alternatives
 from anycore.engine.alternatives import asking
 from anycore.engine.building import BatchBuilder, extended
-from anycore.engine.launched import Launched, Results, Wanted
+from anycore.engine.launched import Launched, Results, Unsampled, Wanted
 from anycore.engine.request import TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.scheduler import NONE, Entry, Step
@@ -31,8 +31,6 @@ from anycore.models.spec import ModelSpec
 
 LOGIT_ROWS = 64
 """Prompt log-probabilities are taken this many rows at a time, so that [rows, V] tables stay small."""
-
-
 NOT_YET = Samples(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool))
 """Of a step whose sampling is put off."""
 
@@ -66,8 +64,7 @@ class Runner:
         self.builder = BatchBuilder(model.spec, backend.memory, limits, kv, desk)
         self._before: Wanted | None = None  # of the step before
         self._ahead = False  # sampling may be put off
-        self._put_off: tuple[Tensor, Sampling] | None = None  # logits of the step that waits for it
-        self._unsampled: Launched | None = None  # that step
+        self._unsampled: Unsampled | None = None  # the step that waits for it
         self.padding = 0  # rows that steps computed for nothing
 
     @torch.inference_mode()
@@ -103,8 +100,8 @@ class Runner:
         batch.plan = None  # a plan knows its batch: the circle would keep masks and workspaces until it is looked for
         self._before = wanted
         self.builder.expect(wanted.seats)
-        if self._put_off is not None:
-            self._unsampled = launched
+        if self._unsampled is not None:
+            self._unsampled.launched = launched
         else:
             self._send_off(launched)
         return launched
@@ -117,13 +114,12 @@ class Runner:
 
     def _sample_last(self) -> None:
         """Sample the step that was launched last, if that was put off."""
-        if self._unsampled is None or self._put_off is None:
+        last, self._unsampled = self._unsampled, None
+        if last is None or last.launched is None:  # the latter only where the launch failed
             return
-        launched, self._unsampled = self._unsampled, None
-        (logits, sampling), self._put_off = self._put_off, None
         self.sampler.settle()
-        launched.output.samples = self.backend.ops.sample(logits, sampling)
-        self._send_off(launched)
+        last.launched.output.samples = self.backend.ops.sample(last.logits, last.sampling)
+        self._send_off(last.launched)
 
     def _send_off(self, launched: Launched) -> None:
         """Begin to bring to the host what a step leaves, which is sampled, and remember it for the next one."""
@@ -146,7 +142,7 @@ class Runner:
     @torch.inference_mode()
     def collect(self, launched: Launched) -> Results:
         """Wait for a step and return its results. Grammars have taken its tokens then."""
-        if launched is self._unsampled:
+        if self._unsampled is not None and launched is self._unsampled.launched:
             self._sample_last()
         arrived, wanted = launched.arrive(), launched.wanted
         if launched.taken is not None:
@@ -174,7 +170,7 @@ class Runner:
         logits = self.model.logits(rows)
         if sampling.masked is not None:
             if self._ahead:
-                self._put_off = logits, sampling
+                self._unsampled = Unsampled(logits, sampling)
                 return NOT_YET
             self.sampler.settle()
         return self.backend.ops.sample(logits, sampling)
