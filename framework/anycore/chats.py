@@ -10,7 +10,8 @@ import msgspec
 
 from anycore.engine.request import SamplingParams, TokenLogprob
 from anycore.errors import BadRequest
-from anycore.text.render import Rendered, Renderer
+from anycore.text.draft import Rendered
+from anycore.text.render import Renderer
 from anycore.text.replies.form import Formats, Wanted
 from anycore.text.replies.message import Reply, read
 from anycore.text.replies.offer import offered

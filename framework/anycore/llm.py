@@ -28,9 +28,10 @@ from anycore.models.source import Progress
 from anycore.ranks.engines import LeadingEngine
 from anycore.ranks.leader import open_model
 from anycore.text.detokenizer import Detokenizer
+from anycore.text.draft import Rendered
 from anycore.text.given import Prompt, listed, prompts_of, text_of, texts_of
 from anycore.text.grammar import vocabulary_of
-from anycore.text.render import Rendered, Renderer
+from anycore.text.render import Renderer
 from anycore.text.replies.form import Formats
 from anycore.toolbox import ToolConfig
 
@@ -282,7 +283,7 @@ class LLM:
         items = prompts_of(texts, "texts")
         named = list(zip(items, _names("input", len(items)), strict=True))
         rendered = self.renderer.each(
-            lambda item: self.renderer.embedding_draft(item[0], prompt_name, truncate, param=item[1]), named
+            lambda item: self.renderer.pooled.embedding(item[0], prompt_name, truncate, param=item[1]), named
         )
         params = PoolingParams(dimensions=dimensions, normalize=normalize)
         return [vector.tolist() for vector in self._vectors(rendered, len(items), params)]
@@ -330,7 +331,7 @@ class LLM:
             )
         pairs = list(zip(queries, texts, _names("documents", len(texts)), strict=True))
         rendered = self.renderer.each(
-            lambda pair: self.renderer.pair_draft(pair[0], pair[1], instruction, truncate, param=pair[2]), pairs
+            lambda pair: self.renderer.pooled.pair(pair[0], pair[1], instruction, truncate, param=pair[2]), pairs
         )
         deltas = self._pooled(rendered, len(pairs), PoolingParams(raw_scores=raw_scores))
         return [delta.scores[-1] for delta in deltas if delta.scores is not None]  # of two labels, "relevant"
@@ -340,9 +341,11 @@ class LLM:
     ) -> list[float]:
         """Score pairs with a bi-encoder; a query that comes often is computed once."""
         different = list(dict.fromkeys(queries))
-        asked = self.renderer.each(lambda text: self.renderer.query_draft(text, instruction, truncate), different)
+        asked = self.renderer.each(lambda text: self.renderer.pooled.query(text, instruction, truncate), different)
         named = list(zip(documents, _names("documents", len(documents)), strict=True))
-        answers = self.renderer.each(lambda item: self.renderer.document_draft(item[0], truncate, param=item[1]), named)
+        answers = self.renderer.each(
+            lambda item: self.renderer.pooled.document(item[0], truncate, param=item[1]), named
+        )
         count = len(different) + len(documents)
         vectors = self._vectors(itertools.chain(asked, answers), count, comparable(self.spec))
         of_query = dict(zip(different, vectors, strict=False))

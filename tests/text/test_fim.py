@@ -42,7 +42,9 @@ def pieces_tokenizer(*special: str) -> Tokenizer:
 
 
 def renderer(tokenizer: Tokenizer, longest: int = 64) -> Any:
-    return SimpleNamespace(tokenizer=tokenizer, max_model_len=longest, check_ids=lambda ids, param: list(ids))
+    return SimpleNamespace(
+        tokenizer=tokenizer, max_model_len=longest, spec=SimpleNamespace(vocab_size=tokenizer.vocab_size)
+    )
 
 
 def written(tokenizer: Tokenizer, ids: list[int]) -> str:

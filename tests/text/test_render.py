@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 from anycore.errors import BadRequest, ConfigError, ContextLengthExceeded, Unsupported
 from anycore.models.source import Source, locate
 from anycore.models.spec import ModelSpec, PoolingSpec, ScoreSpec, read_spec
+from anycore.text.draft import Draft, Rendered
 from anycore.text.render import Renderer
 from anycore.text.rerank_profiles import PROFILES, RerankProfile, profile_of
 from anycore.text.tokenizer import Tokenizer
@@ -30,6 +32,27 @@ USER = [{"role": "user", "content": "Hi there"}]
 def renderer(folder: Path, length: int = 512, spec: dict[str, Any] | None = None, **options: Any) -> Renderer:
     source = Source(str(folder), folder)
     return Renderer(source, replace(read_spec(source), **(spec or {})), length, **options)
+
+
+def one(ours: Renderer, draft: Callable[..., Draft | Rendered], *args: Any, **options: Any) -> Rendered:
+    (rendered,) = ours.each(lambda inputs: draft(*inputs, **options), [args])
+    return rendered
+
+
+def embedding_of(ours: Renderer, *args: Any, **options: Any) -> Rendered:
+    return one(ours, ours.pooled.embedding, *args, **options)
+
+
+def pair_of(ours: Renderer, *args: Any, **options: Any) -> Rendered:
+    return one(ours, ours.pooled.pair, *args, **options)
+
+
+def query_of(ours: Renderer, *args: Any, **options: Any) -> Rendered:
+    return one(ours, ours.pooled.query, *args, **options)
+
+
+def document_of(ours: Renderer, *args: Any, **options: Any) -> Rendered:
+    return one(ours, ours.pooled.document, *args, **options)
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +166,8 @@ def test_o02_tokens_that_the_model_has_no_row_for_are_named(
     for param, render in (
         ("prompt", lambda: more.text("a<|extra|>")),
         ("messages", lambda: more.chat([{"role": "user", "content": "a<|extra|>"}])),
-        ("input[1]", lambda: more.embedding("a<|extra|>", param="input[1]")),
-        ("documents[3]", lambda: more.pair("a", "<|extra|>", param="documents[3]")),
+        ("input[1]", lambda: embedding_of(more, "a<|extra|>", param="input[1]")),
+        ("documents[3]", lambda: pair_of(more, "a", "<|extra|>", param="documents[3]")),
     ):
         with pytest.raises(BadRequest, match=r"has the token '<\|extra\|>' \(448\), for which") as caught:
             render()
@@ -153,10 +176,10 @@ def test_o02_tokens_that_the_model_has_no_row_for_are_named(
 
 def test_ids_are_used_as_they_are(lm: Renderer) -> None:
     assert lm.text([5, 6, 7]).token_ids == [5, 6, 7]
-    assert lm.embedding([1, 1, 5]).token_ids == [1, 1, 5]
+    assert embedding_of(lm, [1, 1, 5]).token_ids == [1, 1, 5]
     for bad in ([10**9], [-1], [5, 448], [True], ["5"], [1.0], []):
         with pytest.raises(BadRequest, match=r"input\[1\]") as caught:
-            lm.embedding(bad, param="input[1]")  # type: ignore[arg-type]
+            embedding_of(lm, bad, param="input[1]")
         assert caught.value.param == "input[1]"
 
 
@@ -194,7 +217,7 @@ def test_prompts_leave_room_for_the_output(t_lm: Path) -> None:
 
 def test_lone_surrogates_name_the_field(lm: Renderer) -> None:
     with pytest.raises(BadRequest, match=r"input\[3\]: .*surrogate") as caught:
-        lm.embedding("\ud800", param="input[3]")
+        embedding_of(lm, "\ud800", param="input[3]")
     assert caught.value.param == "input[3]"
     with pytest.raises(BadRequest, match="surrogate"):
         lm.chat([{"role": "user", "content": "\ud800"}])
@@ -210,9 +233,9 @@ def test_e11_too_long_is_refused_with_both_numbers(t_xlmr: Path, length: int) ->
     count = len(theirs(text)["input_ids"])
     assert count > 64
     with pytest.raises(ContextLengthExceeded, match=rf"input has {count} tokens, the model takes at most 64:"):
-        ours.embedding(text)
+        embedding_of(ours, text)
     for side in ("right", "left")[: 1 if length > 10_000 else 2]:
-        cut = ours.embedding(text, truncate=True, side=side)
+        cut = embedding_of(ours, text, truncate=True, side=side)
         theirs.truncation_side = side
         assert cut.token_ids == theirs(text, truncation=True, max_length=64)["input_ids"]
         assert cut.truncated
@@ -221,42 +244,42 @@ def test_e11_too_long_is_refused_with_both_numbers(t_xlmr: Path, length: int) ->
 def test_e11_what_fits_is_left_alone(t_xlmr: Path) -> None:
     ours = renderer(t_xlmr, 64)
     text = ("the dog " * 31).strip()
-    exact = ours.embedding(text)
+    exact = embedding_of(ours, text)
     assert len(exact.token_ids) == 64
-    assert ours.embedding(text, truncate=True) == exact
+    assert embedding_of(ours, text, truncate=True) == exact
     assert not exact.truncated
-    assert len(ours.embedding(text, truncate=10).token_ids) == 10
+    assert len(embedding_of(ours, text, truncate=10).token_ids) == 10
     with pytest.raises(ContextLengthExceeded, match="2 of them must stay"):
-        ours.embedding(text, truncate=2)
+        embedding_of(ours, text, truncate=2)
 
 
 def test_e10_forms_of_input(t_bert: Path) -> None:
     ours = renderer(t_bert)
     with pytest.raises(BadRequest, match=r"input\[1\] must not be an empty string"):
-        ours.embedding("", param="input[1]")
-    assert ours.embedding(" ").token_ids == [2, 3]
-    assert ours.embedding("the dog").token_types == [0, 0, 0, 0]
+        embedding_of(ours, "", param="input[1]")
+    assert embedding_of(ours, " ").token_ids == [2, 3]
+    assert embedding_of(ours, "the dog").token_types == [0, 0, 0, 0]
 
 
 def test_e02_the_tokenizer_appends_eos(t_qemb: Path) -> None:
     ours = renderer(t_qemb, 16)
     for text in ("yes", "the quick brown fox jumps over the lazy dog and more and more"):
-        assert ours.embedding(text, truncate=True).token_ids[-1] == ours.tokenizer.eos_id
+        assert embedding_of(ours, text, truncate=True).token_ids[-1] == ours.tokenizer.eos_id
 
 
 def test_prompts_by_name(t_qemb: Path, tmp_path: Path) -> None:
     ours = renderer(t_qemb)
     query = dict(ours.spec.pooling.prompts)["query"] if ours.spec.pooling else ""
     assert query
-    assert ours.embedding("dog", "query").token_ids == ours.tokenizer.encode(query + "dog")
-    assert ours.embedding("dog").token_ids == ours.tokenizer.encode("dog")
+    assert embedding_of(ours, "dog", "query").token_ids == ours.tokenizer.encode(query + "dog")
+    assert embedding_of(ours, "dog").token_ids == ours.tokenizer.encode("dog")
     with pytest.raises(BadRequest, match="no prompt 'other'; it has: document, query") as caught:
-        ours.embedding("dog", "other")
+        embedding_of(ours, "dog", "other")
     assert caught.value.param == "prompt_name"
     with pytest.raises(BadRequest, match="not before token ids"):
-        ours.embedding([5], "query")
+        embedding_of(ours, [5], "query")
     by_default = renderer(t_qemb, spec={"pooling": PoolingSpec("last", prompts=(("p", "P: "),), default_prompt="p")})
-    assert by_default.embedding("dog").text == "P: dog"
+    assert embedding_of(by_default, "dog").text == "P: dog"
 
 
 # --- pairs ----------------------------------------------------------------------------------------------------------
@@ -273,12 +296,12 @@ def test_e06_pairs(kind: str, side: str, request: pytest.FixtureRequest) -> None
     theirs.truncation_side = side
     for document in ("paris", "no dog. no france?", LONG):
         expected = theirs(QUERY, document, truncation="only_second", max_length=64)
-        rendered = ours.pair(QUERY, document, truncate=True, side=side)
+        rendered = pair_of(ours, QUERY, document, truncate=True, side=side)
         assert rendered.token_ids == expected["input_ids"]
         assert rendered.token_types == expected.get("token_type_ids")
         assert rendered.truncated == (document == LONG)
     expected = theirs(QUERY, LONG, truncation="only_second", max_length=20)
-    rendered = ours.pair(QUERY, LONG, truncate=20, side=side)
+    rendered = pair_of(ours, QUERY, LONG, truncate=20, side=side)
     assert (rendered.token_ids, rendered.token_types) == (expected["input_ids"], expected.get("token_type_ids"))
 
 
@@ -288,19 +311,19 @@ def test_e11_pairs_cut_the_document_never_the_query(kind: str, request: pytest.F
     with pytest.raises(
         ContextLengthExceeded, match=r"documents\[2\] has \d+ tokens, the model takes at most 64"
     ) as caught:
-        ours.pair(QUERY, LONG, param="documents[2]")
+        pair_of(ours, QUERY, LONG, param="documents[2]")
     assert caught.value.param == "documents[2]"
     for truncate, document in ((True, "dog"), (True, LONG), (None, "dog"), (None, LONG), (None, "")):
         with pytest.raises(ContextLengthExceeded, match=r"query takes \d+ tokens .*of at most 64") as caught:
-            ours.pair(LONG, document, truncate=truncate)
+            pair_of(ours, LONG, document, truncate=truncate)
         assert caught.value.param == "query"
     with pytest.raises(BadRequest, match="takes no instruction") as refused:
-        ours.pair(QUERY, "dog", "Find dogs")
+        pair_of(ours, QUERY, "dog", "Find dogs")
     assert refused.value.param == "instruction"
 
 
 def test_e12_an_empty_document_is_a_pair(t_ce: Path) -> None:
-    assert renderer(t_ce, 64).pair("dog", "").token_ids[-2:] == [3, 3]
+    assert pair_of(renderer(t_ce, 64), "dog", "").token_ids[-2:] == [3, 3]
 
 
 def model_card(theirs: Any, query: str, document: str, instruction: str, length: int) -> list[int]:
@@ -316,7 +339,7 @@ def model_card(theirs: Any, query: str, document: str, instruction: str, length:
 def test_e03_the_prompt_is_the_model_cards(qrr: Renderer, t_qrr: Path, document: str, instruction: str | None) -> None:
     theirs = AutoTokenizer.from_pretrained(t_qrr)
     expected = model_card(theirs, "capital?", document, instruction or QWEN3.instruction, 512)
-    rendered = qrr.pair("capital?", document, instruction, truncate=True)
+    rendered = pair_of(qrr, "capital?", document, instruction, truncate=True)
     assert rendered.token_ids == expected
     assert rendered.truncated == (document == LONG * 5)
     if not rendered.truncated:
@@ -329,8 +352,8 @@ def test_e03_text_that_is_already_templated(qrr: Renderer) -> None:
     head = QWEN3.head.format(instruction=QWEN3.instruction, query="capital?")
     for document in ("Paris", LONG * 5):
         for side in ("right", "left"):
-            templated = qrr.pair(head, document + QWEN3.suffix, truncate=True, side=side, apply_template=False)
-            assert templated == qrr.pair("capital?", document, truncate=True, side=side)
+            templated = pair_of(qrr, head, document + QWEN3.suffix, truncate=True, side=side, apply_template=False)
+            assert templated == pair_of(qrr, "capital?", document, truncate=True, side=side)
             assert len(templated.token_ids) <= 512
             text = qrr.tokenizer.decode(templated.token_ids, skip_special_tokens=False)
             assert text.startswith(head.rstrip())
@@ -338,7 +361,7 @@ def test_e03_text_that_is_already_templated(qrr: Renderer) -> None:
 
 
 def test_e03_braces_in_query_and_instruction_are_text(qrr: Renderer) -> None:
-    assert "<Query>: {document} {0}\n" in qrr.pair("{document} {0}", "{query}").text
+    assert "<Query>: {document} {0}\n" in pair_of(qrr, "{document} {0}", "{query}").text
 
 
 def test_e03_profiles() -> None:
@@ -358,7 +381,7 @@ def test_e03_profiles() -> None:
 
 def test_e03_the_template_of_a_reranker_is_read_as_a_profile(qrr: Renderer) -> None:
     """What the model's own template says is what is known of its kind."""
-    profile = qrr._profile
+    profile = qrr.pooled.profile
     assert profile is not None
     assert (profile.head, profile.suffix, profile.instruction) == (QWEN3.head, QWEN3.suffix, QWEN3.instruction)
 
@@ -375,16 +398,16 @@ def test_bi_encoders_render_query_and_document_apart(t_qemb: Path, t_bert: Path)
     ours = renderer(t_qemb, 64)
     assert ours.spec.pooling is not None
     prompt = dict(ours.spec.pooling.prompts)["query"]
-    assert ours.query("dog").text == prompt + "dog"
-    assert ours.query("dog", "Find dogs").text == "Instruct: Find dogs\nQuery:dog"
-    assert ours.document("dog").text == "dog"
-    assert ours.document(LONG, truncate=True).truncated
+    assert query_of(ours, "dog").text == prompt + "dog"
+    assert query_of(ours, "dog", "Find dogs").text == "Instruct: Find dogs\nQuery:dog"
+    assert document_of(ours, "dog").text == "dog"
+    assert document_of(ours, LONG, truncate=True).truncated
     with pytest.raises(ContextLengthExceeded, match=r"query has .* at most 64"):
-        ours.query(LONG)
+        query_of(ours, LONG)
     plain = renderer(t_bert)
-    assert plain.query("dog").text == "dog"
+    assert query_of(plain, "dog").text == "dog"
     with pytest.raises(BadRequest, match="takes no instruction"):
-        plain.query("dog", "Find dogs")
+        query_of(plain, "dog", "Find dogs")
 
 
 # --- GGUF -----------------------------------------------------------------------------------------------------------
@@ -421,8 +444,8 @@ def test_pairs_drafted_together_are_those_rendered_alone(kind: str, request: pyt
     pairs = [
         (" ".join(rng.choices(words, k=3)), " ".join(rng.choices(words, k=rng.randint(1, 400)))) for _ in range(150)
     ]
-    alone = [ours.pair(*pair, truncate=True) for pair in pairs]
-    assert list(ours.each(lambda pair: ours.pair_draft(*pair, truncate=True), pairs)) == alone
+    alone = [pair_of(ours, *pair, truncate=True) for pair in pairs]
+    assert list(ours.each(lambda pair: ours.pooled.pair(*pair, truncate=True), pairs)) == alone
     assert 0 < sum(rendered.truncated for rendered in alone) < len(alone)
     theirs = AutoTokenizer.from_pretrained(request.getfixturevalue(kind))
     if kind != "t_qrr":
@@ -433,8 +456,8 @@ def test_pairs_drafted_together_are_those_rendered_alone(kind: str, request: pyt
 
 def test_drafts_and_token_ids_keep_their_order(lm: Renderer) -> None:
     items: list[str | list[int]] = ["the dog", [5, 6], "the river", [7]]
-    alone = [lm.embedding(item).token_ids for item in items]
-    assert [rendered.token_ids for rendered in lm.each(lm.embedding_draft, items)] == alone
+    alone = [embedding_of(lm, item).token_ids for item in items]
+    assert [rendered.token_ids for rendered in lm.each(lm.pooled.embedding, items)] == alone
 
 
 def test_a_refusal_among_many_is_raised_at_its_place(lm: Renderer) -> None:

@@ -70,8 +70,8 @@ async def predict(request: Request, body: PredictBody, state: State, caller: Cal
     def draft(item: tuple[list[str], str]) -> Draft | Rendered:
         texts, name = item
         if len(texts) == 1:
-            return model.renderer.embedding_draft(texts[0], None, truncate, side, param=name)
-        return model.renderer.pair_draft(texts[0], texts[1], None, truncate, side, param=name, query_param=name)
+            return model.renderer.pooled.embedding(texts[0], None, truncate, side, param=name)
+        return model.renderer.pooled.pair(texts[0], texts[1], None, truncate, side, param=name, query_param=name)
 
     items = list(zip(sequences, names, strict=True))
     size = sum(len(text) for texts in sequences for text in texts)

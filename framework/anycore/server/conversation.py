@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from anycore.server.protocol_generate import ChatBody
     from anycore.server.protocol_pool import TokenizeBody
     from anycore.server.state import ServedModel
-    from anycore.text.render import Rendered
+    from anycore.text.draft import Rendered
 
 
 async def conversation(body: ChatBody | TokenizeBody, model: ServedModel) -> Rendered:

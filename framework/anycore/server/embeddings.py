@@ -26,7 +26,7 @@ from anycore.server.protocol_pool import Embedding, EmbeddingBody, Embeddings, P
 from anycore.server.scopes import INFER
 from anycore.server.sse import json_response, unless_gone
 from anycore.server.state import ServedModel, ServerState
-from anycore.text.render import Rendered
+from anycore.text.draft import Rendered
 
 router = APIRouter(tags=["embed"], route_class=JsonRoute, dependencies=[INFER])
 
@@ -122,7 +122,7 @@ async def rendered_of(
 
     def render() -> list[Rendered]:
         pairs = list(zip(items, names, strict=True))
-        return list(renderer.each(lambda p: renderer.embedding_draft(p[0], prompt, truncate, side, param=p[1]), pairs))
+        return list(renderer.each(lambda p: renderer.pooled.embedding(p[0], prompt, truncate, side, param=p[1]), pairs))
 
     return await offload(sum(map(len, items)), render)
 

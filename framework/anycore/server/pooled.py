@@ -21,7 +21,7 @@ from anycore.server.sampling import check_priority
 
 if TYPE_CHECKING:
     from anycore.server.state import ServedModel
-    from anycore.text.render import Rendered
+    from anycore.text.draft import Rendered
 
 log = logging.getLogger(__name__)
 

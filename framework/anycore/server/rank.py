@@ -69,7 +69,7 @@ def _render_pairs(
 
     def draft(place: tuple[int, int]) -> Draft:
         q, d = place
-        return model.renderer.pair_draft(
+        return model.renderer.pooled.pair(
             queries[q],
             shortened[d][0],
             body.instruction,
@@ -90,10 +90,10 @@ def _render_apart(
     """Render queries and documents on their own, each with its prompt."""
     truncate, side = body.cut()
     renderer = model.renderer
-    asked = renderer.each(lambda text: renderer.query_draft(text, body.instruction, truncate, side), queries)
+    asked = renderer.each(lambda text: renderer.pooled.query(text, body.instruction, truncate, side), queries)
     shortened = [_shorten(model, text, side, body) for text in documents]
     named = [(text, name) for (text, _), name in zip(shortened, names[1], strict=True)]
-    answers = renderer.each(lambda item: renderer.document_draft(item[0], truncate, side, param=item[1]), named)
+    answers = renderer.each(lambda item: renderer.pooled.document(item[0], truncate, side, param=item[1]), named)
     return [*asked, *(_cut_before(one, cut) for one, (_, cut) in zip(answers, shortened, strict=True))]
 
 

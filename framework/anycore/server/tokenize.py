@@ -16,6 +16,7 @@ from anycore.server.protocol import responses
 from anycore.server.protocol_pool import DetokenizeBody, Text, TokenizeBody, Tokens
 from anycore.server.scopes import INFER
 from anycore.server.sse import json_response
+from anycore.text.draft import known_ids
 
 router = APIRouter(tags=["tokens"], route_class=JsonRoute, dependencies=[INFER])
 
@@ -44,7 +45,7 @@ async def tokenize(body: TokenizeBody, state: State, caller: Caller) -> Response
 async def detokenize(body: DetokenizeBody, state: State, caller: Caller) -> Response:
     """Return the text of ids, special tokens included."""
     model = admit(state, body, body.model, *Task)
-    ids: list[Any] = model.renderer.check_ids(body.tokens, "tokens") if body.tokens else []
+    ids: list[Any] = known_ids(body.tokens, model.spec.vocab_size, "tokens") if body.tokens else []
     text = await offload(len(ids), model.renderer.tokenizer.decode, ids, skip_special_tokens=False)
     reply: Text = {"prompt": text}
     return json_response(reply)

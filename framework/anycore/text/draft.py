@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anycore.errors import BadRequest
 from anycore.text.cut import Cutter, span_between, span_of
@@ -88,7 +89,12 @@ def check_rows(ids: list[int], rows: int, tokenizer: Tokenizer, param: str) -> N
 
 
 def fitted(draft: Draft, encoding: Encoding, tokenizer: Tokenizer) -> Rendered:
-    """Cut an encoding to its limit."""
+    """Cut an encoding to its limit.
+
+    Raises:
+        BadRequest: it has no tokens.
+        ContextLengthExceeded: see `Cutter.cut`.
+    """
     cutter = draft.cutter
     ids: list[int] = encoding.ids
     types: list[int] | None = encoding.type_ids if tokenizer.token_types else None
@@ -107,3 +113,32 @@ def fitted(draft: Draft, encoding: Encoding, tokenizer: Tokenizer) -> Rendered:
     if types is not None:
         del types[cut]
     return Rendered(ids, types, True, text)
+
+
+def known_ids(ids: Sequence[Any], vocab_size: int, param: str) -> list[int]:
+    """Return token ids of the client if the model has them.
+
+    Raises:
+        BadRequest: naming the place.
+    """
+    if not isinstance(ids, (list, tuple)) or not ids:
+        raise BadRequest(f"{param} must be text or a list of at least one token id", param=param)
+    for i, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise BadRequest(
+                f"{param}: {str(token)[:40]!r} at position {i} is not a token id of this model (0 to {vocab_size - 1})",
+                param=param,
+            )
+    return list(ids)
+
+
+def fitted_ids(ids: list[int], cutter: Cutter, run: tuple[int, int] | None = None) -> Rendered:
+    """Cut token ids to their limit, in place: those of the run [start, end), or any of them.
+
+    Raises:
+        ContextLengthExceeded: see `Cutter.cut`.
+    """
+    cut = cutter.cut(len(ids), *(run or (0, len(ids))))
+    if cut is not None:
+        del ids[cut]
+    return Rendered(ids, truncated=cut is not None)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from anycore.errors import Unsupported
 from anycore.text.cut import Cutter, Truncate
-from anycore.text.render import Rendered
+from anycore.text.draft import Rendered, fitted_ids, known_ids
 
 if TYPE_CHECKING:
     from anycore.text.render import Renderer
@@ -102,9 +102,9 @@ def render_infill(
         Unsupported: the model has no tokens for it.
         ContextLengthExceeded: it is too long.
     """
-    tokenizer = renderer.tokenizer
+    tokenizer, size = renderer.tokenizer, renderer.spec.vocab_size
     infill = infill_of(tokenizer)
-    before = tokenizer.encode(prefix, False) if isinstance(prefix, str) else renderer.check_ids(prefix, param)
+    before = tokenizer.encode(prefix, False) if isinstance(prefix, str) else known_ids(prefix, size, param)
     after = _bare(tokenizer, suffix)
     bos = tokenizer.encode("")[:1] if add_special_tokens else []
     start = [token for token in bos if token == tokenizer.bos_id]
@@ -115,10 +115,7 @@ def render_infill(
     left = len(start) + 1 + (len(closing) if infill.family.suffix_first else 0)
     right = len(start) + 1 + (0 if infill.family.suffix_first else len(opening))
     span = (right, right + len(after)) if side == "right" else (left, left + len(before))
-    cut = Cutter(renderer.max_model_len, truncate, side, room, param).cut(len(ids), *span)
-    if cut is not None:
-        del ids[cut]
-    return Rendered(ids, truncated=cut is not None)
+    return fitted_ids(ids, Cutter(renderer.max_model_len, truncate, side, room, param), span)
 
 
 def _bare(tokenizer: Tokenizer, text: str) -> list[int]:
