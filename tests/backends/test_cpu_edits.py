@@ -252,14 +252,25 @@ def test_a_step_is_sampled_as_the_contract_says(kernels: Kernels, some_only: boo
 
 
 ALONE = """
-import os, torch
+import os
+import numpy, torch
 from backends.cpu_kernels import LEVELS, kernels_of
 from backends.test_cpu_edits import edited
+from sequences import sequence
+from anycore.engine.sampler import Sampler
 from anycore_cpu.kernel_ops import KernelOps
+
+def prepared(seat):  # a request that comes to this seat
+    request = sequence(0, [1, 2], repetition_penalty=1.1, logprobs=2)
+    request.num_tokens, request.seat = 3, seat
+    sampler.seat(request, 1)
+    return sampler.prepare([request], numpy.array([seat]))
 
 torch.set_num_threads(1)
 ops = KernelOps(kernels_of(LEVELS[0]))
 params = edited(8, 151936)
+sampler = Sampler(151936, torch.device("cpu"), seats=2)
+prepared(0)
 banned = torch.arange(100000)
 params.banned = torch.zeros_like(banned), banned
 logits = torch.empty(8, 151936)
@@ -268,6 +279,7 @@ ops.kernels.library.anycore_angles(*[logits.data_ptr()] * 2, 1.0, 64, 8, *[logit
 before = len(os.listdir("/proc/self/task"))
 with torch.inference_mode():
     ops.sample(logits, params)
+    ops.sample(logits[:1], prepared(1))
 assert len(os.listdir("/proc/self/task")) == before, "torch has started threads"
 """
 

@@ -37,6 +37,7 @@ OURS_ALONE = (
     "contract/endtoend_faults.py",
     "server/scopes.py",
     "kernels/attention.py",
+    "kernels/edits.py",
     "kernels/ends.py",
     "kernels/quantised.py",
     "kernels/gated.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from sequences import sequence
 from anycore.contract.batch import IN_PROMPT, Penalties, Sampling
 from anycore.contract.sampling import filtered, penalised, sample
 from anycore.engine.request import SamplingParams
-from anycore.engine.sampler import Sampler, draws, mixed_seeds
+from anycore.engine.sampler import Sampler, _count_here, draws, mixed_seeds
 from anycore.engine.sequence import Request
 from anycore.errors import BadRequest
 
@@ -209,6 +210,15 @@ def test_s05_counts_grow_with_what_was_sampled() -> None:
     sampling = prepared(sampler, [request])
     assert sampling.penalties is not None
     assert sampling.penalties.counts.tolist() == [[0, IN_PROMPT, IN_PROMPT, 3]]
+
+
+def test_s05_what_a_sequence_has_seen_is_counted_alike_on_any_device() -> None:
+    sampler, rows = Sampler(9, torch.device("cpu")), torch.full((2, 9), 7, dtype=torch.int32)
+    for prompt, output in (([1, 2, 1], [2, 8, 8]), ([], []), ([8], [])):
+        given = array("q", prompt), array("q", output)
+        _count_here(rows[0], *given)
+        sampler._count_there(rows[1], *given)
+        assert rows[0].tolist() == rows[1].tolist() == [(i in prompt) * IN_PROMPT + output.count(i) for i in range(9)]
 
 
 def test_s06_bias_forbids_and_forces_and_stays_in_its_row() -> None:

@@ -6,6 +6,7 @@ Every draw is a function of (seed, sequence, position) alone, so batch mates, ch
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -279,10 +280,13 @@ class Sampler:
         if self._counted[request.seat] is request:
             return
         self._counted[request.seat] = request
-        row = counts[request.seat]
-        output = self._longs(request.tokens[request.num_prompt :].tolist())
-        row.copy_(torch.bincount(output, minlength=self.vocab))
-        row[self._longs(sorted(set(request.tokens[: request.num_prompt])))] += IN_PROMPT
+        row, tokens = counts[request.seat], request.tokens
+        count = _count_here if row.is_cpu else self._count_there
+        count(row, tokens[: request.num_prompt], tokens[request.num_prompt :])
+
+    def _count_there(self, row: Tensor, prompt: array[int], output: array[int]) -> None:
+        row.copy_(torch.bincount(self._longs(output.tolist()), minlength=self.vocab))
+        row[self._longs(sorted(set(prompt)))] += IN_PROMPT
 
     def _bias(self, params: list[SamplingParams]) -> tuple[Tensor, Tensor, Tensor] | None:
         triples = [(row, i, value) for row, p in enumerate(params) for i, value in p.logit_bias.items()]
@@ -336,6 +340,15 @@ class Sampler:
 
     def _longs(self, values: list[int] | tuple[int, ...]) -> Tensor:
         return self.memory.upload(torch.tensor(values, dtype=torch.int64))
+
+
+def _count_here(row: Tensor, prompt: array[int], output: array[int]) -> None:
+    """The same in the host's memory. For so many ids torch would wake threads of its own, one of which then looks for
+    work on a core of ours for 4 ms.
+    """
+    seen = row.numpy()
+    seen[:] = np.bincount(output, minlength=len(seen))
+    seen[np.unique(prompt)] += IN_PROMPT
 
 
 def _params(request: Request) -> SamplingParams:
