@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -80,7 +81,7 @@ def numbered(path: Path, longest: int) -> Iterator[tuple[int, bytes]]:
             whole = text
             while not whole.endswith(b"\n") and (whole := file.readline(2**20)):
                 pass
-            yield number, text.removeprefix(b"\xef\xbb\xbf").strip() if len(text) <= longest else text
+            yield number, text.removeprefix(BOM_UTF8).strip() if len(text) <= longest else text
 
 
 @dataclass(frozen=True)

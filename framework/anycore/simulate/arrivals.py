@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
@@ -92,7 +93,7 @@ class Recorded:
         before = 0.0
         with self.file.open("rb") as lines:
             for number, whole in enumerate(lines, 1):
-                line = whole.removeprefix(b"\xef\xbb\xbf")  # such as Windows writes
+                line = whole.removeprefix(BOM_UTF8)  # such as Windows writes
                 if not line.strip():
                     continue
                 where = f"{self.file}:{number}"
