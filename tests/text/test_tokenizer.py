@@ -60,13 +60,13 @@ def test_e06_pairs_equal_hugging_face(kind: str, request: pytest.FixtureRequest)
     for query, document in [("capital of France?", "Paris is the capital."), ("yes", ""), ("a b", "no dog here 🫠")]:
         # As a batch: the call for one pair takes an empty second text for none at all.
         expected = {name: rows[0] for name, rows in theirs([query], [document]).items()}
-        ids, types = ours.encode_pair(query, document)
-        assert ids == expected["input_ids"]
-        assert types == expected.get("token_type_ids")
+        (pair,) = ours.encodings([(query, document)])
+        assert pair.ids == expected["input_ids"]
+        assert (pair.type_ids if ours.token_types else None) == expected.get("token_type_ids")
     first, second = theirs.convert_tokens_to_ids(["</s>", "[SEP]"])
     middle = [first, first] if kind == "t_ce_xlmr" else [second]
     plain = ours.encode("the dog", add_special_tokens=False)
-    assert ours.encode_pair("the dog", "the dog")[0][1:-1] == plain + middle + plain
+    assert ours.encodings([("the dog", "the dog")])[0].ids[1:-1] == plain + middle + plain
 
 
 def test_pad_and_truncation_of_the_file_are_off(t_bert: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_lone_surrogates_are_refused(t_lm: Path) -> None:
     tokenizer = read(t_lm)
     for call in (
         tokenizer.encode,
-        lambda text: tokenizer.encode_pair("a", text),
+        tokenizer.located,
         lambda t: tokenizer.encode_batch([t]),
     ):
         with pytest.raises(BadRequest, match="surrogate at character 2"):

@@ -107,7 +107,7 @@ def _shorten(model: ServedModel, text: str, side: str, body: RankBody) -> tuple[
     limit = body.max_tokens_per_doc
     if limit is None or len(text) <= limit:
         return text, False
-    offsets = model.renderer.tokenizer.encoding(text, add_special_tokens=False).offsets
+    offsets = model.renderer.tokenizer.located(text, add_special_tokens=False).offsets
     if len(offsets) <= limit:
         return text, False
     return (text[offsets[-limit][0] :] if side == "left" else text[: offsets[limit - 1][1]]), True

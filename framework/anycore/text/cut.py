@@ -16,14 +16,18 @@ Truncate = bool | int | None
 
 @dataclass(frozen=True, slots=True)
 class Cutter:
-    """One request's wish.
+    """What one request wishes for an input.
 
     Args:
         longest: the model's length in tokens.
+        truncate: see `Truncate`.
         room: tokens to leave for the output; None leaves the check of the length to the caller.
         side: where tokens are taken away, "left" or "right".
         param: the request's field, for errors.
         stays: the field of what stands before it and is never cut, if there is one.
+
+    Raises:
+        BadRequest: the side is neither. What is wrong with `truncate` is raised when it is first looked at.
     """
 
     longest: int
@@ -79,7 +83,11 @@ class Cutter:
         return slice(end - surplus, end) if self.side == "right" else slice(start, start + surplus)
 
     def limit(self) -> int | None:
-        """Return the most tokens the input may have; None if that is for the caller to check."""
+        """Return the most tokens the input may have; None if that is for the caller to check.
+
+        Raises:
+            BadRequest: `truncate` is none of its values.
+        """
         longest = self.longest - (self.room or 0)
         if self.truncate is None or self.truncate is False:
             return None if self.room is None else longest

@@ -78,7 +78,11 @@ def tokenise(drafts: list[Draft | Rendered], tokenizer: Tokenizer, rows: int | N
 
 
 def check_rows(ids: list[int], rows: int, tokenizer: Tokenizer, param: str) -> None:
-    """Refuse a text with a token that the tokenizer has and the model does not."""
+    """Refuse a text with a token that the tokenizer has and the model does not: its table has `rows` rows.
+
+    Raises:
+        BadRequest: naming the token.
+    """
     last = max(ids)
     if last >= rows:
         raise BadRequest(
@@ -106,7 +110,7 @@ def fitted(draft: Draft, encoding: Encoding, tokenizer: Tokenizer) -> Rendered:
     if draft.within is None:
         run = span_of(encoding, 0 if draft.pair is None else 1)
     else:  # where tokens lie in the text is told at a price, which only those pay that are cut
-        run = span_between(tokenizer.encoding(draft.text, None, draft.add_special_tokens), *draft.within)
+        run = span_between(tokenizer.located(draft.text, draft.add_special_tokens), *draft.within)
     cut = cutter.cut(len(ids), *run)
     assert cut is not None
     del ids[cut]

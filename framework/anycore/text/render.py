@@ -64,6 +64,7 @@ class Renderer:
         self.pooled = PooledDrafts(spec, self._templates, max_model_len)
         self._warned_of_bos = False
         highest = max(self.tokenizer.vocab_size - 1, *self.tokenizer.added_ids.values(), -1)
+        # Of the model's table; None: it has one for every token.
         self._rows = spec.vocab_size if highest >= spec.vocab_size else None
         if self._rows is not None:
             log.warning(

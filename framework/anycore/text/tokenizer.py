@@ -65,39 +65,31 @@ class Tokenizer:
         return from_folder(source.folder) if source.gguf is None else from_gguf(source)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text, as Hugging Face's `tokenizer(text)`."""
-        return list(self.encoding(text, add_special_tokens=add_special_tokens, offsets=False).ids)
+        """Return the ids of a text, as Hugging Face's `tokenizer(text)`.
+
+        Raises:
+            BadRequest: the text is not valid Unicode.
+        """
+        return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the ids of several texts, on several threads."""
+        """Return the ids of several texts, on several threads. Raises as `encode`."""
         for text in texts:
             check_unicode(text)
         return [list(encoding.ids) for encoding in self.encodings(texts, add_special_tokens)]
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int] | None]:
-        """Return ids and segment ids of a pair, as `tokenizer(first, second)`; None where the model has no segments."""
-        encoding = self.encoding(first, second, offsets=False)
-        return list(encoding.ids), list(encoding.type_ids) if self.token_types else None
+    def encodings(self, items: Sequence[str | tuple[str, str]], add_special_tokens: bool = True) -> list[Encoding]:
+        """Return ids, type_ids and sequence_ids of several texts or pairs of valid Unicode, on several threads."""
+        return self.backend.encode_batch_fast(list(items), add_special_tokens=add_special_tokens)
 
-    def encoding(
-        self, text: str, pair: str | None = None, add_special_tokens: bool = True, offsets: bool = True
-    ) -> Encoding:
-        """Return ids, type_ids and sequence_ids; also offsets in the text, which cost some time.
+    def located(self, text: str, add_special_tokens: bool = True) -> Encoding:
+        """Return what `encodings` has of a text, and where each token lies in it (`offsets`), which costs some time.
 
         Raises:
             BadRequest: the text is not valid Unicode.
         """
         check_unicode(text)
-        if pair is not None:
-            check_unicode(pair)
-        if offsets:
-            return self.backend.encode(text, pair, add_special_tokens=add_special_tokens)
-        item = text if pair is None else (text, pair)
-        return self.backend.encode_batch_fast([item], add_special_tokens=add_special_tokens)[0]
-
-    def encodings(self, items: Sequence[str | tuple[str, str]], add_special_tokens: bool = True) -> list[Encoding]:
-        """Return ids, type_ids and sequence_ids of several texts or pairs of valid Unicode, on several threads."""
-        return self.backend.encode_batch_fast(list(items), add_special_tokens=add_special_tokens)
+        return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are nothing."""
