@@ -11,7 +11,7 @@ import numpy as np
 from anycore.contract.declare import Task
 from anycore.contract.sizes import Limits
 from anycore.engine.request import NewRequest, SamplingParams
-from anycore.engine.sampler import MASK, mixed
+from anycore.engine.sampler import LOW_64, mixed
 from anycore.engine.searches import Search, needs_texts
 from anycore.engine.sequence import Request
 from anycore.errors import BadRequest, ContextLengthExceeded, InvalidGrammar
@@ -146,9 +146,9 @@ class Admission:
 
     def _seed_of(self, params: SamplingParams) -> int:
         if params.seed is not None:
-            return params.seed & MASK
+            return params.seed & LOW_64
         if self.seed:
-            return int(mixed(np.array([(self.seed << 32 ^ self._arrivals) & MASK], dtype=np.uint64))[0])
+            return int(mixed(np.array([(self.seed << 32 ^ self._arrivals) & LOW_64], dtype=np.uint64))[0])
         return int.from_bytes(os.urandom(8), "little")
 
 

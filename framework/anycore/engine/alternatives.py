@@ -16,7 +16,7 @@ from anycore.contract.costs import SAMPLED_ROWS
 from anycore.contract.ops import Ops
 from anycore.contract.sampling import adjust
 from anycore.engine.beams import Branch
-from anycore.engine.request import SamplingParams, TokenLogprob
+from anycore.engine.request import TokenLogprob
 from anycore.engine.sampler import Sampler
 from anycore.engine.sequence import Request
 
@@ -38,7 +38,7 @@ def asking(requests: list[Request]) -> Asking:
     for row, request in enumerate(requests):
         if request.search is not None:
             found.branching.append(row)
-        elif request.new.sampling is not None and request.new.sampling.logprob_token_ids:
+        elif request.sampling.logprob_token_ids:
             found.naming.append(row)
     return found
 
@@ -55,7 +55,7 @@ def compute(
     leaving: list[Tensor] = []
     for part in _parts(rows.naming):
         raw = logits(hidden[part])
-        lists = [_params(requests[row]).logprob_token_ids for row in part]
+        lists = [requests[row].sampling.logprob_token_ids for row in part]
         width = max(map(len, lists))
         ids = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in lists], device=raw.device)
         leaving.append(ops.logprobs(raw, ids))
@@ -82,7 +82,7 @@ def named(arrived: Iterator[Tensor], requests: list[Request], rows: Asking) -> d
     found: dict[int, list[tuple[int, float]]] = {}
     for part in _parts(rows.naming):
         for row, values in zip(part, next(arrived).tolist(), strict=True):
-            found[row] = list(zip(_params(requests[row]).logprob_token_ids, values, strict=False))
+            found[row] = list(zip(requests[row].sampling.logprob_token_ids, values, strict=False))
     return found
 
 
@@ -104,11 +104,6 @@ def branched(
 def _parts(rows: list[int]) -> Iterator[list[int]]:
     """As many at a time as the memory plan has temporaries for."""
     return (rows[start : start + SAMPLED_ROWS] for start in range(0, len(rows), SAMPLED_ROWS))
-
-
-def _params(request: Request) -> SamplingParams:
-    assert request.new.sampling is not None
-    return request.new.sampling
 
 
 def _branches(request: Request) -> int:

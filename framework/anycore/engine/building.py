@@ -19,10 +19,9 @@ from anycore.contract.desk import Desk
 from anycore.contract.sizes import Limits
 from anycore.engine.scheduler import Step
 from anycore.engine.sequence import Request
-from anycore.engine.tables import BlockTables
+from anycore.engine.tables import Array, BlockTables
 from anycore.models.spec import ModelSpec
 
-Array = np.ndarray[Any, Any]
 Sending = Callable[[], Batch]
 """Sends what was laid out on the host to the device. To be called once the step before is sampled."""
 

@@ -46,7 +46,7 @@ class Callers:
         for delta in self.engine.step():
             caller = self.waiting.get(delta.id)
             if caller is not None:
-                caller.come.append(delta)
+                caller.arrived.append(delta)
         return True
 
     def settle(self) -> None:
@@ -63,7 +63,7 @@ class Caller:
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
         self._left: dict[str, set[int]] = {}  # sequences that go on, by request id
-        self.come: deque[Delta] = deque()  # results that this caller has not looked at
+        self.arrived: deque[Delta] = deque()  # results that this caller has not looked at
 
     def __enter__(self) -> Caller:
         return self
@@ -96,11 +96,11 @@ class Caller:
 
     def step(self) -> list[Delta]:
         """Return what has come; if nothing has, what one step brings, which may be others' alone."""
-        if not self.come:
+        if not self.arrived:
             with self._callers.turn:
-                if not self.come and not self._callers.step():  # else it came while this thread waited
+                if not self.arrived and not self._callers.step():  # else it came while this thread waited
                     self._left.clear()
-        found = [self.come.popleft() for _ in range(len(self.come))]
+        found = [self.arrived.popleft() for _ in range(len(self.arrived))]
         for delta in found:
             if delta.finish is not None:
                 self._finish(delta.id, delta.index)

@@ -94,8 +94,7 @@ class Committer:
 
     def _is_all(self, request: Request, delta: Delta) -> bool:
         """Say what is known once a prompt is computed; return whether the request ends with it, wanting no token."""
-        params = request.new.sampling
-        assert params is not None
+        params = request.sampling
         delta.cached_tokens = request.cached
         delta.queue_seconds = request.timing.started - request.timing.arrived
         if request.index == 0:
@@ -111,8 +110,7 @@ class Committer:
 
     def _stops(self, request: Request, delta: Delta, token: int) -> bool:
         """End a request at a stop id, unless it must go on."""
-        params = request.new.sampling
-        assert params is not None
+        params = request.sampling
         if len(request.tokens) - request.num_prompt <= params.min_tokens:
             return False
         is_eos = token in request.eos_ids and not params.ignore_eos

@@ -12,14 +12,14 @@ from anycore.contract.backend import Limits
 from anycore.engine.admission import Admission, sequences_of
 from anycore.engine.blocks import BlockPool
 from anycore.engine.committer import Committer
-from anycore.engine.grammar import Grammars
+from anycore.engine.grammar import MOMENT, Grammars
 from anycore.engine.launched import Launched
 from anycore.engine.live import Live
 from anycore.engine.pace import Pace
 from anycore.engine.request import Delta, NewRequest
 from anycore.engine.runner import Runner
 from anycore.engine.scheduler import Scheduler
-from anycore.engine.searches import MOMENT, Search, Texts, needs_texts
+from anycore.engine.searches import Search, Texts, needs_texts
 from anycore.engine.sequence import Status
 from anycore.engine.stats import STEP_SEQUENCES, STEP_TOKENS, Stats
 from anycore.errors import AnycoreError, BadRequest, DeadlineExceeded

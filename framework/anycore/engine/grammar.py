@@ -27,7 +27,7 @@ SECONDS = 5.0  # for compiling one, from arrival, or from when the vocabulary wa
 HEAVY = 1.0  # seconds: what takes longer to compile takes much memory, too, and is not kept for others
 LEXER_FUEL = 200_000  # work and states that llguidance may take for one grammar: less than its own limits
 LEXER_STATES = 100_000
-MOMENT = 0.01  # seconds that an engine with nothing else to do waits before it looks for new requests
+MOMENT = 0.01  # seconds that an engine with nothing else to do waits for a grammar, or for token texts, at a time
 
 
 class GrammarState:

@@ -15,7 +15,7 @@ from anycore.engine.alternatives import Asking
 from anycore.engine.beams import Branch
 from anycore.engine.decodes import Array
 from anycore.engine.request import TokenLogprob
-from anycore.engine.scheduler import NONE, Step
+from anycore.engine.scheduler import EMPTY, Step
 from anycore.engine.sequence import Request
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
@@ -27,7 +27,7 @@ class Wanted:
 
     rows: Array
     sampled: list[Request] = field(default_factory=list)  # one row each
-    seats: Array = field(default_factory=lambda: NONE)  # of those sampled
+    seats: Array = field(default_factory=lambda: EMPTY)  # of those sampled
     prompt: list[tuple[Request, int, int]] = field(default_factory=list)  # prompt scores: request, position, rows
     pooled: list[Request] = field(default_factory=list)
     asking: Asking = field(default_factory=Asking)  # of those sampled

@@ -24,7 +24,7 @@ from anycore.engine.building import BatchBuilder, extended
 from anycore.engine.launched import Launched, Results, Unsampled, Wanted
 from anycore.engine.request import TokenLogprob
 from anycore.engine.sampler import Sampler
-from anycore.engine.scheduler import NONE, Entry, Step
+from anycore.engine.scheduler import EMPTY, Entry, Step
 from anycore.engine.sequence import Request
 from anycore.engine.tasks import wanted_rows
 from anycore.models.spec import ModelSpec
@@ -182,7 +182,7 @@ class Runner:
         if self._rows == "all":  # pooled over whole requests, none of which is split
             return Wanted(np.arange(step.rows), pooled=[entry.request for entry in step.chunks])
         first = at = len(step.decodes)
-        wanted = Wanted(NONE, sampled=list(step.decodes))
+        wanted = Wanted(EMPTY, sampled=list(step.decodes))
         ends: list[int] = []
         further: list[int] = []
         for entry in step.chunks:
@@ -216,8 +216,7 @@ class Runner:
     def _scored_rows(self, entry: Entry) -> int:
         """Rows of an entry whose next prompt token's log-probability is still wanted (row t scores token t + 1)."""
         request = entry.request
-        params = request.new.sampling
-        if params is None or params.prompt_logprobs is None or request.index != 0:
+        if request.sampling.prompt_logprobs is None or request.index != 0:
             return 0
         if len(request.tokens) > request.num_prompt:
             return 0  # recomputed after preemption: reported before
@@ -229,11 +228,11 @@ class Runner:
         found = []
         at = len(launched.wanted.sampled)
         for request, start, count in launched.wanted.prompt:
-            assert request.new.sampling is not None
-            assert request.new.sampling.prompt_logprobs is not None
+            asked = request.sampling.prompt_logprobs
+            assert asked is not None
             targets = request.tokens[start + 1 : start + 1 + count].tolist()
             hidden = launched.output.rows[at : at + count]
-            found.append((request, start, self._score_prompt(hidden, targets, request.new.sampling.prompt_logprobs)))
+            found.append((request, start, self._score_prompt(hidden, targets, asked)))
             at += count
         return found
 
@@ -275,7 +274,7 @@ def _logprobs(
     rows = zip(requests, samples.ids.tolist(), samples.logprobs.tolist(), samples.ranks.tolist(), tops, strict=True)
     found: list[TokenLogprob | None] = []
     for request, token, logprob, rank, top in rows:
-        asked = request.new.sampling.logprobs if request.new.sampling is not None else None
+        asked = request.sampling.logprobs
         found.append(None if asked is None else TokenLogprob(token, logprob, rank, top[:asked]))
     for row, pairs in named.items():
         own = found[row]

@@ -26,7 +26,8 @@ from anycore.engine.masks import Masks
 from anycore.engine.request import SamplingParams
 from anycore.engine.sequence import Request
 
-MASK = 2**64 - 1
+LOW_64 = 2**64 - 1
+"""Keeps of Python's integers what a word holds."""
 
 AHEAD = 32
 """Draws are made for so many steps at a time, at most: for a few rows that takes hardly longer than for one step."""
@@ -55,7 +56,7 @@ def mixed(z: Words) -> Words:
 
 def mixed_seeds(sequences: list[tuple[int, int]]) -> Words:
     """First round: a word for each (seed, index of the sequence)."""
-    words = [(seed + (index + 1) * 0xD1B54A32D192ED03) & MASK for seed, index in sequences]
+    words = [(seed + (index + 1) * 0xD1B54A32D192ED03) & LOW_64 for seed, index in sequences]
     return mixed(np.array(words, dtype=np.uint64))
 
 
@@ -197,7 +198,7 @@ class Sampler:
 
     def _extras(self, requests: list[Request], held: list[int], sampling: Sampling) -> Sampling:
         """What few rows have: penalties, ids made more or less likely, log-probabilities. Those `held` have masks."""
-        params = [_params(request) for request in requests]
+        params = [request.sampling for request in requests]
         wanted = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
         return replace(
             sampling,
@@ -211,7 +212,7 @@ class Sampler:
 
     def edits(self, requests: list[Request]) -> Sampling:
         """Penalties, biases and bans alone, for some of the requests of the step that `prepare` was called for."""
-        params = [_params(request) for request in requests]
+        params = [request.sampling for request in requests]
         none = torch.zeros(0, device=self.device)
         return Sampling(
             temperature=none,
@@ -326,7 +327,7 @@ class Sampler:
         return state
 
     def _new_state(self, request: Request) -> SamplerState:
-        p = _params(request)
+        p = request.sampling
         top_k = min(p.top_k, self.vocab) if p.top_k > 0 else self.vocab
         edits = p.logit_bias or p.bad_words_ids or p.min_tokens or p.allowed_token_ids is not None or p.grammar
         return SamplerState(
@@ -351,11 +352,6 @@ def _count_here(row: Tensor, prompt: array[int], output: array[int]) -> None:
     seen[np.unique(prompt)] += IN_PROMPT
 
 
-def _params(request: Request) -> SamplingParams:
-    assert request.new.sampling is not None
-    return request.new.sampling
-
-
 def _is_penalised(p: SamplingParams) -> bool:
     return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
 
@@ -365,7 +361,7 @@ def _lasts(request: Request) -> float:
 
     Those that depend on its last tokens, as words do, change with every step.
     """
-    p = _params(request)
+    p = request.sampling
     if p.bad_words_ids:
         return 0
     return p.min_tokens - request.num_output if p.min_tokens >= request.num_output else math.inf

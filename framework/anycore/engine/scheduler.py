@@ -28,7 +28,7 @@ AGEING_SECONDS = 60.0
 LENGTH_WINDOW = 4
 """Unsplit requests: how many times `max_num_seqs` waiting requests are looked at for similar lengths."""
 
-NONE: Array = np.zeros(0, dtype=np.int64)
+EMPTY: Array = np.zeros(0, dtype=np.int64)
 
 Policy = Callable[[Request, float], tuple[float, ...]]
 
@@ -58,8 +58,8 @@ class Step:
     """
 
     decodes: list[Request] = field(default_factory=list)  # prompt computed: each goes on with its last token
-    seats: Array = field(default_factory=lambda: NONE)  # theirs
-    positions: Array = field(default_factory=lambda: NONE)  # of those tokens
+    seats: Array = field(default_factory=lambda: EMPTY)  # theirs
+    positions: Array = field(default_factory=lambda: EMPTY)  # of those tokens
     chunks: list[Entry] = field(default_factory=list)
 
     @property

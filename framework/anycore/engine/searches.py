@@ -18,8 +18,6 @@ from anycore.engine.request import Delta, NewRequest, SamplingParams
 from anycore.engine.sequence import Request, Timing
 from anycore.errors import BadRequest
 
-MOMENT = 0.01  # seconds that an engine with nothing else to do waits for a tokenizer to be read
-
 
 class Tokens(Protocol):
     """What a search asks of a tokenizer."""

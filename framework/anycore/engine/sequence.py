@@ -11,7 +11,7 @@ import msgspec
 
 from anycore.contract.declare import Task
 from anycore.engine.chains import Chain
-from anycore.engine.request import NewRequest, TokenLogprob
+from anycore.engine.request import NewRequest, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
     from anycore.engine.decodes import Decodes
@@ -116,6 +116,12 @@ class Request:
         self.timing = Timing()
 
     @property
+    def sampling(self) -> SamplingParams:
+        """How it generates. Pooled requests have none, and are not asked."""
+        assert self.new.sampling is not None
+        return self.new.sampling
+
+    @property
     def num_computed(self) -> int:
         """Rows handed to the device so far."""
         return self._num_computed if self.decodes is None else self.decodes.computed[self.seat]
@@ -134,11 +140,6 @@ class Request:
     def num_tokens(self, number: int) -> None:
         assert self.decodes is None, "counted by those that decode"
         self._num_tokens = number
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens sampled on the device that the host has not seen: 0 or 1, one more until a step's are taken."""
-        return self.num_tokens - len(self.tokens)
 
     @property
     def num_output(self) -> int:
