@@ -99,10 +99,11 @@ void write_row(const float* row, long size, float total, T* out) {
 
 // ---- one row: keys as they lie ---------------------------------------------------------------------------------------
 
-// A key or value is on its way to the cache while others are multiplied: the processor sees no further than its block.
+// A key or value is on its way to the second cache while others are multiplied, since the first one has fewer places for
+// what is on its way: the processor sees no further than a block.
 template <class T>
 INLINE void ask(const T* head, long dim) {
-    for (long d = 0; d < dim; d += 64 / static_cast<long>(sizeof(T))) __builtin_prefetch(head + d);
+    for (long d = 0; d < dim; d += 64 / static_cast<long>(sizeof(T))) __builtin_prefetch(head + d, 0, 2);
 }
 
 // scores[HEADS][TILE] = q[HEADS][dim] times count keys; what lies between count and the next multiple of LANES is filled.

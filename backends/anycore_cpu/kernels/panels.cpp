@@ -18,7 +18,7 @@ constexpr int PANEL_ROWS = 5, PANEL_VECTORS = 4;  // 20 sums in 32 registers: a 
 constexpr int PANEL_ROWS = 4, PANEL_VECTORS = 2;  // 8 sums in 16 registers
 #endif
 
-constexpr long AHEAD = 4096;  // bytes of a panel that comes from memory, asked for before their turn
+constexpr long AHEAD = 8192;  // bytes of a panel that comes from memory, asked for before their turn
 
 // out[ROWS][32] (+)= x[ROWS][inputs] * panel. COLD: the panel comes from memory.
 template <int ROWS, bool COLD, class T>
@@ -32,7 +32,7 @@ void multiply_rows(const T* x, long stride, const T* panel, long inputs, float* 
         for (long k = 0; k < inputs; k += TOGETHER) {
             const T* columns = panel + k * COLUMNS + first * TOGETHER;
             for (int v = 0; COLD && v < PANEL_VECTORS; v++)
-                __builtin_prefetch(reinterpret_cast<const char*>(columns) + AHEAD + v * VECTOR_BYTES);
+                __builtin_prefetch(reinterpret_cast<const char*>(columns) + AHEAD + v * VECTOR_BYTES, 0, 2);  // second cache
             for (int r = 0; r < ROWS; r++)
                 for (int v = 0; v < PANEL_VECTORS; v++)
                     totals[r][v] = add_products(totals[r][v], x + r * stride + k, columns + v * LANES * TOGETHER);

@@ -15,14 +15,15 @@ constexpr int VECTORS = 2;
 constexpr int SMALLEST = 16;  // inputs of a group: all are multiples of it
 
 constexpr long SLICE = 16L << 10;  // bytes of a panel that stay in the first cache while rows pass by
-constexpr long AHEAD = 3072;       // bytes of a panel that comes from memory, asked for before their turn
+constexpr long AHEAD = 4096;       // bytes of a panel that comes from memory, asked for before their turn
 constexpr int QUARTERS = 4;        // in which a panel is asked for while rows pass another one
 
-// While a group is multiplied, so many quarters of as long a run of bytes are asked for, `ahead` bytes from it on.
+// While a group is multiplied, so many quarters of as long a run of bytes are asked for, `ahead` bytes from it on. They
+// go into the second cache: the first one has fewer places for what is on its way, and holds what is used now.
 template <int ASKED, int BITS>
 INLINE void ask(const uint8_t* columns, long ahead) {
     constexpr int LINES = ASKED * SMALLEST * COLUMNS * BITS / 8 / 64 / QUARTERS;
-    for (int i = 0; i < LINES; i++) __builtin_prefetch(columns + ahead + i * 64);
+    for (int i = 0; i < LINES; i++) __builtin_prefetch(columns + ahead + i * 64, 0, 2);
 }
 
 // dots[ROWS][VECTORS] += a group's products. Four bytes of a row meet all columns at once: they are spread out only once.
